@@ -1,0 +1,1 @@
+"""Command line of FlashQLA-CP."""

@@ -1,0 +1,1 @@
+"""One file per framework; each imports its framework inside functions only."""

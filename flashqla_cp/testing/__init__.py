@@ -1,0 +1,1 @@
+"""Shared test material: oracle, inputs, metrics, processes. Imports torch only."""
