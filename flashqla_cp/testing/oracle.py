@@ -58,7 +58,7 @@ def gated_delta_rule_oracle(
             state = q.new_zeros(v.shape[2], k.shape[-1], v.shape[-1])
         else:
             state = initial_state[number].double()
-        o, state = _document(*(x[row, start:end] for x in (q, k, v, g, beta)), state)
+        o, state = _document([x[row, start:end] for x in (q, k, v, g, beta)], state)
         outputs.append(o)
         states.append(state)
     return _rows(outputs, v), torch.stack(states) if states else v.new_zeros(0, v.shape[2], k.shape[-1], v.shape[-1])
@@ -102,18 +102,16 @@ def _documents(num_rows: int, num_tokens: int, cu_seqlens: Offsets | None) -> li
     return [(0, start, end) for start, end in itertools.pairwise(offsets)]
 
 
-def _document(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, state: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One document [T, HV, ...] that enters with `state` [HV, K, V]; returns o [T, HV, V] and the last state."""
+def _document(inputs: list[torch.Tensor], state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One document: q, k, v, g, beta [T, HV, ...] that enter with `state` [HV, K, V]; returns o and the last state."""
     outputs = []
     # unbind, not indexing: its backward stacks the T gradients once instead of adding T full-sized tensors.
-    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(0) for x in (q, k, v, g, beta)), strict=True):
+    for q_t, k_t, v_t, g_t, beta_t in zip(*(x.unbind(0) for x in inputs), strict=True):
         state = state * g_t.exp()[:, None, None]
         error = v_t - torch.einsum("hkv,hk->hv", state, k_t)
         state = state + torch.einsum("hk,hv->hkv", k_t, beta_t[:, None] * error)
         outputs.append(torch.einsum("hkv,hk->hv", state, q_t))
-    return torch.stack(outputs) if outputs else torch.zeros_like(v), state
+    return torch.stack(outputs) if outputs else torch.zeros_like(inputs[2]), state
 
 
 def _rows(outputs: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -88,16 +88,15 @@ def _start_fork_server() -> None:
 def _collect(ranks: list[tuple[Any, connection.Connection]], deadline: float, timeout: float) -> list[Any]:
     """Wait for every rank's result, then release all; raises at the first failure."""
     results: dict[int, Any] = {}
-    pending = {ours: rank for rank, (_, ours) in enumerate(ranks)}
+    pending = dict(enumerate(pipe for _, pipe in ranks))
     while pending:
-        ready = connection.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        ready = connection.wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            names = ", ".join(str(rank) for rank in sorted(pending.values()))
+            names = ", ".join(str(rank) for rank in pending)
             raise TimeoutError(f"no result from rank(s) {names} after {timeout:g} s")
-        for ours in ready:
-            rank = pending.pop(ours)
+        for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
             try:
-                ok, value = pickle.loads(ours.recv_bytes())
+                ok, value = pickle.loads(pending.pop(rank).recv_bytes())
             except (EOFError, ConnectionResetError):
                 ranks[rank][0].join()
                 raise RuntimeError(f"rank {rank} died with exit code {ranks[rank][0].exitcode}") from None
