@@ -18,6 +18,7 @@ Letters: B batch, T tokens, H key heads, HV value heads, K head_k_dim, V head_v_
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,7 +89,7 @@ class GatedDeltaNet(nn.Module):
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_v_heads * self.head_v_dim
         self.use_gate, self.use_short_conv, self.allow_neg_eigval = use_gate, use_short_conv, allow_neg_eigval
         self.conv_size, self.layer_idx, self.backend = conv_size, layer_idx, backend
-        made = {"device": device, "dtype": dtype}
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
 
         conv_dim = 2 * self.key_dim + self.value_dim
         self.dt_bias = nn.Parameter(torch.empty(num_v_heads, **made))
@@ -250,16 +251,15 @@ def _padding_rows(
     num_tokens, device = hidden_states.shape[1], hidden_states.device
     if cu_seqlens is not None:
         return (torch.arange(num_tokens, device=device) >= cu_seqlens[-1].to(device))[:, None]
-    if cp_context is None or cp_context.plan.cu_seqlens[-1] == cp_context.plan.num_tokens:
+    if cp_context is None:
         return None
-    end_of_documents = cp_context.plan.cu_seqlens[-1]
-    mask, row = torch.zeros(num_tokens, 1, dtype=torch.bool, device=device), 0
-    for start, end in cp_context.plan.ranges[cp_context.rank]:
-        first = max(start, end_of_documents)
-        if first < end:
-            mask[row + first - start : row + end - start] = True
-        row += end - start
-    return mask
+    key = ("padding rows", device)
+    if key not in cp_context.memo:
+        is_padding = [document < 0 for document in cp_context.segment_documents]
+        lengths = cp_context.cu_seqlens_cpu.diff().long()
+        mask = torch.tensor(is_padding, dtype=torch.bool).repeat_interleave(lengths)
+        cp_context.memo[key] = mask[:, None].to(device) if any(is_padding) else None
+    return cp_context.memo[key]
 
 
 def _check_sizes(

@@ -1,0 +1,242 @@
+"""Checkpoints of a training run: torch.distributed.checkpoint folders that hold tensors and one JSON file.
+
+    OUT/checkpoints/step-00000100/   .metadata, *.distcp (tensors), settings.json
+    OUT/checkpoints/latest           the name of the newest complete folder
+
+A folder is written under another name and renamed when complete, and `latest` is replaced in one step, so a kill at any
+moment leaves the previous checkpoint usable. Tensors are stored whole and once, so any number of ranks can read them.
+
+Reading executes nothing that a checkpoint holds: torch reads tensors with weights_only=True, and the index, which is a
+pickle, goes through an unpickler that knows the record types of the index and nothing else; entries other than tensors
+are refused, because torch would unpickle those freely.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from flashqla_cp.launch.ranks import Ranks
+
+FOLDER_NAME = re.compile(r"step-\d{8}")
+_METADATA = "torch.distributed.checkpoint.metadata"
+# The types that torch's writer puts into an index (torch 2.8 to 2.13).
+_INDEX_TYPES = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "ChunkStorageMetadata",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+def save(
+    out: Path, step: int, model: nn.Module, optimizer: torch.optim.AdamW, settings: dict[str, Any], ranks: Ranks
+) -> Path:
+    """Write the state after `step` steps and make it the newest; every rank calls it. Returns the folder."""
+    folder = out / "checkpoints" / f"step-{step:08d}"
+    partial = folder.with_name(folder.name + ".partial")
+    if ranks.rank == 0:
+        _remove(partial)
+        partial.mkdir(parents=True)
+    ranks.wait_for_all()
+    with _quiet():
+        dcp.save(_state(model, optimizer, step), checkpoint_id=partial, no_dist=ranks.world_size == 1)
+    if ranks.rank == 0:
+        (partial / "settings.json").write_text(json.dumps(settings, indent=1) + "\n")
+        # Left by an earlier run; `latest` does not name it (see start_from).
+        _remove(folder)
+        os.rename(partial, folder)
+        _replace_text(folder.parent / "latest", folder.name)
+    ranks.wait_for_all()
+    return folder
+
+
+def newest(out: Path) -> Path | None:
+    """The folder that `latest` names, None if nothing was saved.
+
+    Raises:
+        ValueError: `latest` names something that is no checkpoint of this folder.
+    """
+    pointer = out / "checkpoints" / "latest"
+    if not pointer.exists():
+        return None
+    name = pointer.read_text(errors="replace").strip()
+    if not FOLDER_NAME.fullmatch(name):
+        raise ValueError(f"{pointer}: got {name[:80]!r}, expected a name like step-00000100")
+    return check_folder(pointer.parent / name)
+
+
+def check_folder(folder: Path) -> Path:
+    """Return `folder` if it holds a complete checkpoint, else raise ValueError."""
+    for name in (".metadata", "settings.json"):
+        if not (folder / name).is_file():
+            raise ValueError(f"--resume: {str(folder)!r} is no complete checkpoint: it has no {name}")
+    return folder
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the run that wrote a checkpoint."""
+    settings = json.loads((folder / "settings.json").read_text())
+    if not isinstance(settings, dict):
+        raise ValueError(f"{folder / 'settings.json'}: got {type(settings).__name__}, expected an object")
+    return settings
+
+
+def start_from(out: Path, folder: Path | None) -> None:
+    """Make `folder` the newest checkpoint, so that no later resume picks up what an earlier run left beyond it.
+
+    None, or a folder elsewhere, leaves no newest one. Folders stay until a save or prune meets them.
+    """
+    pointer = out / "checkpoints" / "latest"
+    if folder is not None and pointer.parent.exists() and folder.resolve().parent == pointer.parent.resolve():
+        _replace_text(pointer, folder.name)
+    else:
+        pointer.unlink(missing_ok=True)
+
+
+def prune(out: Path, keep: int) -> None:
+    """Remove all but the newest `keep` folders up to the one that `latest` names."""
+    last = newest(out)
+    folders = sorted(path for path in (out / "checkpoints").iterdir() if FOLDER_NAME.fullmatch(path.name))
+    for folder in [path for path in folders if last is not None and path.name <= last.name][:-keep]:
+        _remove(folder)
+
+
+def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, ranks: Ranks) -> int:
+    """Read a checkpoint into model and optimizer; every rank calls it. Returns the number of steps done.
+
+    Raises:
+        ValueError: the index holds anything but tensors, or names and shapes other than the model's, or a file is
+            damaged; on every rank alike.
+    """
+    state = _state(model, optimizer, 0)
+    with _quiet():
+        reader = TensorsOnlyReader(folder)
+        _check_names(folder, reader.read_metadata(), state)
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=ranks.world_size == 1)
+        except dcp.CheckpointException as error:
+            rank, (cause, _) = next(iter(error.failures.items()))
+            raise ValueError(f"{folder}: cannot be read on rank {rank}: {cause}") from error
+    names = {id(p): name for name, p in model.named_parameters()}
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+    step = int(state["step"])
+    moments = {
+        number: {
+            "step": torch.tensor(float(step)),
+            "exp_avg": state[f"exp_avg.{name}"],
+            "exp_avg_sq": state[f"exp_avg_sq.{name}"],
+        }
+        for number, name in enumerate(order)
+    }
+    optimizer.load_state_dict({"state": moments, "param_groups": optimizer.state_dict()["param_groups"]})
+    return step
+
+
+class TensorsOnlyReader(dcp.FileSystemReader):
+    """Reads a checkpoint folder without executing anything in it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            try:
+                metadata = _IndexUnpickler(file).load()
+            except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, KeyError) as error:
+                raise ValueError(f"{Path(self.path) / '.metadata'}: not an index of tensors ({error})") from error
+        entries = metadata.state_dict_metadata if isinstance(metadata, Metadata) else None
+        if not isinstance(entries, dict) or not isinstance(metadata.storage_data, dict):
+            raise ValueError(f"{Path(self.path) / '.metadata'}: not an index of tensors")
+        for name, entry in entries.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise ValueError(f"{self.path}: {name!r} is a {type(entry).__name__}, expected tensors only")
+        for stored in metadata.storage_data.values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise ValueError(f"{self.path}: the index points outside of the folder, to {stored.relative_path!r}")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the records of an index; any other name in the pickle is an error before it is looked up."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if name == "PosixPath" and module.split(".")[0] == "pathlib":
+            return PurePosixPath  # the module's name differs between versions of Python
+        if (module, name) not in _INDEX_TYPES and not is_dtype:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+def _state(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> dict[str, torch.Tensor]:
+    """Everything a run needs to go on, as tensors by name; zeros where the optimizer has no moments yet."""
+    state: dict[str, torch.Tensor] = {"step": torch.tensor(step)}
+    for name, parameter in model.named_parameters():
+        moments = optimizer.state.get(parameter, {})
+        state[f"model.{name}"] = parameter.detach()
+        for moment in ("exp_avg", "exp_avg_sq"):
+            state[f"{moment}.{name}"] = moments.get(moment, torch.zeros_like(parameter.detach()))
+    return state
+
+
+def _check_names(folder: Path, metadata: Metadata, state: dict[str, torch.Tensor]) -> None:
+    entries = metadata.state_dict_metadata
+    stored = {name: tuple(entry.size) for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if stored != wanted:
+        different = sorted(name for name in stored.keys() | wanted.keys() if stored.get(name) != wanted.get(name))
+        name = different[0]
+        raise ValueError(
+            f"{folder}: {name} has shape {stored.get(name)}, expected {wanted.get(name)} "
+            f"({len(different)} of {len(wanted)} tensors differ); was it saved by a model of another size?"
+        )
+
+
+def _replace_text(path: Path, text: str) -> None:
+    """Replace a file in one step, so that a reader sees the old or the new text."""
+    scratch = path.with_name(path.name + ".new")
+    with open(scratch, "w") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(scratch, path)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence torch's notice that one process without a process group works alone, which is what is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

@@ -1,0 +1,197 @@
+"""Checkpoints of the training program: what comes back, what a kill leaves, and that loading executes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import checkpoint as dcp
+
+from flashqla_cp.launch import checkpoints
+from flashqla_cp.launch.ranks import Ranks
+
+ALONE = Ranks(rank=0, world_size=1, data_rank=0, data_size=1, cp_group=None, device=torch.device("cpu"))
+
+
+class Trap:
+    """A pickle of it creates the file `path` when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+def make(width: int = 4, seed: int = 0) -> tuple[nn.Module, torch.optim.AdamW]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, width), nn.Linear(width, 2))
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() == 1]
+    return model, torch.optim.AdamW([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=0.1)
+
+
+def advance(model: nn.Module, optimizer: torch.optim.AdamW, steps: int) -> list[torch.Tensor]:
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(step)
+        model(torch.randn(5, 3, generator=generator)).square().sum().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def save(out: Path, step: int = 3) -> Path:
+    model, optimizer = make()
+    advance(model, optimizer, step)
+    return checkpoints.save(out, step, model, optimizer, {"model": {"width": 4}}, ALONE)
+
+
+def test_what_was_saved_goes_on_bitwise_alike(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    model, optimizer = make()
+    advance(model, optimizer, 3)
+    expected = advance(model, optimizer, 2)
+    other, other_optimizer = make(seed=1)
+    assert checkpoints.load(folder, other, other_optimizer, ALONE) == 3
+    assert all(torch.equal(a, b) for a, b in zip(expected, advance(other, other_optimizer, 2), strict=True))
+    assert checkpoints.read_settings(folder) == {"model": {"width": 4}}
+    assert checkpoints.newest(tmp_path) == folder
+
+
+def test_a_folder_is_torch_s_own_format(tmp_path: Path) -> None:
+    state = {"model.0.weight": torch.zeros(4, 3), "step": torch.tensor(0)}
+    dcp.load(state, checkpoint_id=save(tmp_path), no_dist=True)
+    model, optimizer = make()
+    assert torch.equal(state["model.0.weight"], advance(model, optimizer, 3)[0]) and state["step"] == 3
+
+
+def test_a_kill_while_saving_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = save(tmp_path, step=2)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    replacements = [("dcp", dcp, "save"), ("os", os, "rename"), ("os", os, "replace")]
+    for name, module, function in replacements:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(checkpoints, name, SimpleNamespace(**{**vars(module), function: killed}))
+            save(tmp_path, step=4)
+        assert checkpoints.newest(tmp_path) == first
+        checkpoints.load(first, *make(), ALONE)
+    assert checkpoints.newest(tmp_path) == first
+    assert save(tmp_path, step=4) == checkpoints.newest(tmp_path)
+
+
+def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    checkpoints.prune(tmp_path, keep=2)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-00000003", "step-00000004"]
+
+
+def test_a_new_start_forgets_what_lies_beyond_it(tmp_path: Path) -> None:
+    early, _ = save(tmp_path, 1), save(tmp_path, 2)
+    checkpoints.start_from(tmp_path, early)
+    assert checkpoints.newest(tmp_path) == early
+    checkpoints.start_from(tmp_path, None)
+    assert checkpoints.newest(tmp_path) is None
+    checkpoints.start_from(tmp_path / "other", early)
+    assert checkpoints.newest(tmp_path / "other") is None
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/etc", "step-1", "step-00000001/..", ""])
+def test_the_pointer_names_a_folder_beside_it_and_nothing_else(tmp_path: Path, name: str) -> None:
+    save(tmp_path)
+    (tmp_path / "checkpoints" / "latest").write_text(name)
+    with pytest.raises(ValueError, match="expected a name like step-00000100"):
+        checkpoints.newest(tmp_path)
+
+
+def test_incomplete_folders_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    (folder / ".metadata").unlink()
+    with pytest.raises(ValueError, match=r"no complete checkpoint: it has no \.metadata"):
+        checkpoints.newest(tmp_path)
+
+
+def test_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    with pytest.raises(ValueError, match=r"0\.bias has shape \(4,\), expected \(5,\).* another size"):
+        checkpoints.load(folder, *make(width=5), ALONE)
+
+
+def index_trap(folder: Path, trap: Trap) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(trap))
+
+
+def hidden_index_trap(folder: Path, trap: Trap) -> None:
+    """A whole index with the trap in a field that nobody reads."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    metadata.planner_data = trap
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def tensor_trap(folder: Path, trap: Trap) -> None:
+    """The index points at a pickle where a tensor is expected."""
+    (file,) = folder.glob("*.distcp")
+    torch.save(trap, file)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.offset, stored.length = 0, file.stat().st_size
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def object_trap(folder: Path, trap: Trap) -> None:
+    """The whole checkpoint as torch would write it with an object among the tensors."""
+    state = {**checkpoints._state(*make(), 3), "step": trap}
+    shutil.rmtree(folder)
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+@pytest.mark.parametrize("plant", [index_trap, hidden_index_trap, tensor_trap, object_trap])
+def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path, plant: Any) -> None:
+    folder, sprung = save(tmp_path), tmp_path / "sprung"
+    plant(folder, Trap(sprung))
+    sprung.unlink(missing_ok=True)
+    with pytest.raises(ValueError, match=re.escape(str(folder))):
+        checkpoints.load(folder, *make(), ALONE)
+    assert not sprung.exists()
+
+
+@pytest.mark.parametrize("plant", [index_trap, hidden_index_trap, object_trap])
+def test_the_traps_work(tmp_path: Path, plant: Any) -> None:
+    """torch's own reader springs them, so that the test above means something."""
+    folder, sprung = save(tmp_path), tmp_path / "sprung"
+    plant(folder, Trap(sprung))
+    sprung.unlink(missing_ok=True)
+    with contextlib.suppress(dcp.CheckpointException):
+        dcp.load(checkpoints._state(*make(), 0), checkpoint_id=folder, no_dist=True)
+    assert sprung.exists()
+
+
+def test_settings_are_plain_json(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    assert json.loads((folder / "settings.json").read_text()) == {"model": {"width": 4}}
+    (folder / "settings.json").write_text("[]")
+    with pytest.raises(ValueError, match="expected an object"):
+        checkpoints.read_settings(folder)
+
+
+def test_paths_out_of_the_folder_are_refused(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for stored in metadata.storage_data.values():
+        stored.relative_path = "../" + stored.relative_path
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="points outside of the folder"):
+        checkpoints.load(folder, *make(), ALONE)
