@@ -13,14 +13,14 @@ from sources import imported_modules, product_files
 
 FLOORS = {
     "face": [
-        {"gate", "checks"},
+        {"gate", "checks", "program"},
         {"library", "autograd"},
         {"op", "conv"},
         {"layer"},
         {"launch", "integrations"},
         {"cli"},
     ],
-    "parallel": [{"fragments", "affine", "comm"}, {"plan"}, {"halo", "exchange"}, {"context"}],
+    "parallel": [{"fragments", "affine", "comm"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
     "kernels": [
         {"arch", "settings", "chunks"},
         {"spec"},
