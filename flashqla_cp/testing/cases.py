@@ -41,9 +41,11 @@ def _lopsided(num_tokens: int, world_size: int) -> Ranges:
 
 
 def _without(rank_of: Callable[[int], int]) -> Callable[[int, int], Ranges]:
-    """Near-equal ranges on all ranks but one."""
+    """Near-equal ranges on all ranks but one; a rank that is alone owns everything."""
 
     def ranges(num_tokens: int, world_size: int) -> Ranges:
+        if world_size == 1:
+            return [[(0, num_tokens)]]
         owned = [[pair] for pair in split(num_tokens, world_size - 1)]
         owned.insert(rank_of(world_size), [])
         return owned
@@ -208,3 +210,9 @@ def _exchange_cases() -> tuple[Case, ...]:
 
 
 EXCHANGES: tuple[Case, ...] = _exchange_cases()
+
+# What `flashqla-cp verify` runs unless it is asked for another row: a long document over all ranks between two short
+# ones, grouped values, heads that hardly decay among others that do, and states in and out.
+VERIFY = Case(id="verify", cu_seqlens=(0, 60, 380, 400), num_heads=2, num_v_heads=4, head_k_dim=16, states=True)
+
+BY_ID: dict[str, Case] = {case.id: case for case in (VERIFY, *STREAMS, *OPTIONS)}

@@ -40,15 +40,15 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Relative L2 error of one tensor, whole and over the 32 tokens behind the worst cut (None without tokens)."""
+    """Relative L2 error of one tensor: whole, and over the 32 tokens behind each cut (empty if it has no tokens)."""
 
     name: str
     whole: float
-    after_cuts: float | None
+    behind_cuts: tuple[float, ...]
 
     @property
     def worst(self) -> float:
-        return max(self.whole, self.after_cuts or 0.0)
+        return max(self.whole, *self.behind_cuts, 0.0)
 
 
 def op_problem(
@@ -171,14 +171,11 @@ def score(results: Results, reference: Results, cuts: Iterable[int]) -> list[Sco
         KeyError: a result is missing.
     """
     cuts = sorted({cut for cut in cuts if cut > 0})
-    return [
-        Score(
-            name=name,
-            whole=relative_l2(results[name], ref),
-            after_cuts=worst_after_cuts(results[name], ref, cuts) if name in TOKEN_RESULTS else None,
-        )
-        for name, ref in reference.items()
-    ]
+    scores = []
+    for name, ref in reference.items():
+        behind = [worst_after_cuts(results[name], ref, [cut]) for cut in cuts if name in TOKEN_RESULTS]
+        scores.append(Score(name=name, whole=relative_l2(results[name], ref), behind_cuts=tuple(behind)))
+    return scores
 
 
 def op_oracle(
