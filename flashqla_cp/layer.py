@@ -255,10 +255,11 @@ def _padding_rows(
         return None
     key = ("padding rows", device)
     if key not in cp_context.memo:
-        is_padding = [document < 0 for document in cp_context.segment_documents]
-        lengths = cp_context.cu_seqlens_cpu.diff().long()
-        mask = torch.tensor(is_padding, dtype=torch.bool).repeat_interleave(lengths)
-        cp_context.memo[key] = mask[:, None].to(device) if any(is_padding) else None
+        is_padding = torch.tensor([document < 0 for document in cp_context.segment_documents], dtype=torch.bool)
+        mask = torch.ones(num_tokens, dtype=torch.bool)  # rows past the last piece
+        inside = is_padding.repeat_interleave(cp_context.cu_seqlens_cpu.diff().long())
+        mask[: len(inside)] = inside
+        cp_context.memo[key] = mask[:, None].to(device) if mask.any() else None
     return cp_context.memo[key]
 
 
