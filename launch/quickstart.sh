@@ -18,7 +18,7 @@ train() { # train RANKS OPTIONS...
     shift
     set -- launch/train.py --cp "$ranks" --parity-check "$@"
     say "$ranks rank(s): python $*"
-    timeout --kill-after=20 3600 "$PY" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
+    "$PY" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$@"
 }
 
 if [ "$NUM_GPUS" -ge 2 ]; then

@@ -25,15 +25,28 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
 SUMMARY=()
 FAILED=0
-LOG="$(mktemp)"
-trap 'rm -f "$LOG"' EXIT
+WORK="$(mktemp -d)" # of the running step: its process, its exit code, its output
+LOG="$WORK/log"
+trap 'rm -rf "$WORK"' EXIT
+trap 'stop_step; exit 130' INT TERM HUP
+
+stop_step() { # timeout leads a process group of its own, which a signal to this script does not reach
+    if [ -s "$WORK/pid" ]; then kill -TERM "$(cat "$WORK/pid")" 2>/dev/null && wait; fi
+}
 
 step() { # step NAME SECONDS COMMAND...; the output is shown and kept in $LOG
     local name="$1" limit="$2" start=$SECONDS code
     shift 2
     say "$name (limit $limit s): $*"
-    timeout --kill-after=20 "$limit" "$@" </dev/null 2>&1 | tee "$LOG"
-    code=${PIPESTATUS[0]}
+    {
+        timeout --kill-after=20 "$limit" "$@" </dev/null &
+        echo $! >"$WORK/pid"
+        wait $!
+        echo $? >"$WORK/code"
+    } 2>&1 | tee "$LOG" &
+    wait $!
+    rm -f "$WORK/pid"
+    code="$(cat "$WORK/code")"
     if [ "$code" = 0 ]; then
         SUMMARY+=("ok       $name, $((SECONDS - start)) s")
     else
