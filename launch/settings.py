@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from flashqla_cp.kernels.backend import BACKENDS, select
 from flashqla_cp.launch import checkpoints
 from flashqla_cp.launch.model import ByteModel, ModelShape
 from flashqla_cp.launch.packing import PackedDocuments, find_documents
@@ -21,7 +22,6 @@ EXCHANGES = ("auto", "allgather", "sharded", "hierarchical", "headwise")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of a training run."""
-    parser.formatter_class = argparse.ArgumentDefaultsHelpFormatter
     for add in (_add_data, _add_model, _add_parallel, _add_optimizer, _add_output):
         add(parser)
 
@@ -67,6 +67,10 @@ def prepare(args: argparse.Namespace) -> Prepared:
     """Check the settings, list the documents, build the model. Raises ValueError before any communication."""
     check_settings(args, world_size())
     device = choose_device(args.device)
+    try:
+        select(args.backend, device, needs_grad=True)
+    except RuntimeError as error:
+        raise ValueError(f"--{error}") from error
     shape = ModelShape(
         hidden_size=args.hidden_size,
         num_layers=args.num_layers,
@@ -111,58 +115,82 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
         help="files and folders, each file a document; without it the sources of Python's standard library",
     )
     group.add_argument("--suffix", nargs="+", default=[], metavar=".EXT", help="only files of folders that end so")
-    group.add_argument("--seq-len", type=int, default=2048, help="bytes in a packed row")
-    group.add_argument("--batch-size", type=int, default=2, help="rows in a step, all ranks together")
-    group.add_argument("--micro-batch", type=int, default=1, help="rows packed side by side in one forward pass")
-    group.add_argument("--seed", type=int, default=0, help="of the weights and of the documents' order")
+    group.add_argument("--seq-len", type=int, default=2048, help="bytes in a packed row (%(default)s)")
+    group.add_argument("--batch-size", type=int, default=2, help="rows in a step, all ranks together (%(default)s)")
+    group.add_argument(
+        "--micro-batch", type=int, default=1, help="rows packed side by side in one forward pass (%(default)s)"
+    )
+    group.add_argument("--seed", type=int, default=0, help="of the weights and of the documents' order (%(default)s)")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--hidden-size", type=int, default=128, help="width")
-    group.add_argument("--num-layers", type=int, default=4, help="blocks of GatedDeltaNet and MLP")
-    group.add_argument("--num-heads", type=int, default=2, help="query/key heads")
-    group.add_argument("--num-v-heads", type=int, default=4, help="value heads, a multiple of --num-heads")
-    group.add_argument("--head-dim", type=int, default=32, help="width of a query/key head")
-    group.add_argument("--expand-v", type=float, default=1.0, help="width of a value head / width of a key head")
+    group.add_argument("--hidden-size", type=int, default=128, help="width (%(default)s)")
+    group.add_argument("--num-layers", type=int, default=4, help="blocks of GatedDeltaNet and MLP (%(default)s)")
+    group.add_argument("--num-heads", type=int, default=2, help="query/key heads (%(default)s)")
+    group.add_argument(
+        "--num-v-heads", type=int, default=4, help="value heads, a multiple of --num-heads (%(default)s)"
+    )
+    group.add_argument("--head-dim", type=int, default=32, help="width of a query/key head (%(default)s)")
+    group.add_argument(
+        "--expand-v", type=float, default=1.0, help="width of a value head / width of a key head (%(default)s)"
+    )
     group.add_argument("--untied-head", action="store_true", help="an output matrix of its own, not the embedding's")
 
 
 def _add_parallel(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("ranks and precision")
-    group.add_argument("--cp", type=int, default=1, help="ranks that share a sequence; the rest is data parallel")
-    group.add_argument("--layout", choices=LAYOUTS, default="contiguous", help="who owns which tokens of a row")
-    group.add_argument("--exchange", choices=EXCHANGES, default="auto", help="how boundary states travel")
-    group.add_argument("--backend", choices=("auto", "torch", "tilelang"), default="auto", help="of the GDR op")
-    group.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one")
     group.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16"), default="auto", help="of the forward pass; auto: bf16 on GPUs"
+        "--cp", type=int, default=1, help="ranks that share a sequence; the rest is data parallel (%(default)s)"
+    )
+    group.add_argument(
+        "--layout", choices=LAYOUTS, default="contiguous", help="who owns which tokens of a row (%(default)s)"
+    )
+    group.add_argument("--exchange", choices=EXCHANGES, default="auto", help="how boundary states travel (%(default)s)")
+    group.add_argument("--backend", choices=BACKENDS, default="auto", help="of the GDR op (%(default)s)")
+    group.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU if there is one (%(default)s)"
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16"),
+        default="auto",
+        help="of the forward pass; auto: bf16 on GPUs (%(default)s)",
     )
     group.add_argument(
         "--checkpoint",
         choices=("none", "non-reentrant", "reentrant"),
         default="none",
-        help="activation checkpointing of each block",
+        help="activation checkpointing of each block (%(default)s)",
     )
 
 
 def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("optimizer (AdamW, warm-up, cosine)")
-    group.add_argument("--steps", type=int, default=100, help="steps of the whole run, those before a resume included")
-    group.add_argument("--lr", type=float, default=4e-3, help="peak learning rate")
-    group.add_argument("--final-lr-ratio", type=float, default=0.1, help="last learning rate / peak")
-    group.add_argument("--warmup", type=int, default=10, help="steps of linear warm-up")
-    group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; nothing else decays")
-    group.add_argument("--clip", type=float, default=1.0, help="largest gradient norm over all ranks; 0: no clipping")
+    group.add_argument(
+        "--steps", type=int, default=100, help="steps of the whole run, those before a resume included (%(default)s)"
+    )
+    group.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (%(default)s)")
+    group.add_argument("--final-lr-ratio", type=float, default=0.1, help="last learning rate / peak (%(default)s)")
+    group.add_argument("--warmup", type=int, default=10, help="steps of linear warm-up (%(default)s)")
+    group.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; nothing else decays (%(default)s)")
+    group.add_argument(
+        "--clip", type=float, default=1.0, help="largest gradient norm over all ranks; 0: no clipping (%(default)s)"
+    )
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--out", type=Path, default=Path("runs/train"), help="folder of log, plot and checkpoints")
     group.add_argument(
-        "--save-every", type=int, default=100, help="steps between checkpoints and one at the end; 0: none"
+        "--out", type=Path, default=Path("runs/train"), help="folder of log, plot and checkpoints (%(default)s)"
     )
-    group.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
+    group.add_argument(
+        "--save-every",
+        type=int,
+        default=100,
+        help="steps between checkpoints and one at the end; 0: none (%(default)s)",
+    )
+    group.add_argument("--keep", type=int, default=2, help="checkpoints to keep (%(default)s)")
     group.add_argument(
         "--resume",
         nargs="?",

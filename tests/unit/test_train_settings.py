@@ -63,6 +63,7 @@ def test_settings_that_work() -> None:
         ["--cp", "2"],
         ["--data", "/no/such/folder"],
         ["--num-heads", "3"],
+        ["--backend", "tilelang", "--device", "cpu"],
         ["--resume", "/no/such/folder"],
     ],
 )
