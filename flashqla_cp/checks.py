@@ -1,0 +1,133 @@
+"""Every check of arguments that callers pass. Runs before anything is computed or sent.
+
+ValueError or TypeError that names the argument, what was given and what is allowed. What every rank passes alike is
+refused alike on every rank; what only one rank can see is refused there before it communicates.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.plan import check_offsets, read_offsets
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def as_tensor(value: Any, name: str) -> torch.Tensor:
+    """A torch tensor, or anything with __dlpack__ taken over without a copy. Raises TypeError for the rest."""
+    if isinstance(value, torch.Tensor):
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(value, DTensor):
+            raise TypeError(f"{name}: DTensor is not supported; pass its local shard, value.to_local()")
+        return value
+    if hasattr(value, "__dlpack__"):
+        return torch.from_dlpack(value)
+    raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(value).__name__}")
+
+
+def check_op_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
+    """Shapes [B,T,H,K] q k, [B,T,HV,V] v, [B,T,HV] g beta; one device; one dtype for q, k, v."""
+    for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3), ("beta", beta, 3)):
+        if x.ndim != ndim:
+            raise ValueError(f"{name}: expected {ndim} dimensions, got shape {list(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, DTYPES))}")
+        if x.device != q.device:
+            raise ValueError(f"{name}: is on {x.device}, q is on {q.device}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}")
+    if k.shape != q.shape:
+        raise ValueError(f"k: shape {list(k.shape)} differs from q's {list(q.shape)}")
+    if v.shape[:2] != q.shape[:2]:
+        raise ValueError(f"v: expected [B, T] = {list(q.shape[:2])} in front, got shape {list(v.shape)}")
+    num_heads, num_v_heads = q.shape[2], v.shape[2]
+    if not num_heads or num_v_heads % num_heads or not num_v_heads:
+        raise ValueError(f"v: {num_v_heads} value heads, expected a multiple of q's {num_heads} heads (HV % H == 0)")
+    if not q.shape[3] or not v.shape[3]:
+        raise ValueError(f"q, v: head sizes must be at least 1, got {q.shape[3]} and {v.shape[3]}")
+    for name, x in (("g", g), ("beta", beta)):
+        if x.shape != v.shape[:3]:
+            raise ValueError(f"{name}: expected shape {list(v.shape[:3])}, got {list(x.shape)}")
+
+
+def check_gate(A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, num_v_heads: int, used: bool) -> None:
+    """A_log [HV] is required, and dt_bias [HV] allowed, with use_gate_in_kernel and only with it."""
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None and not used:
+            raise ValueError(f"{name}: only allowed with use_gate_in_kernel=True")
+        if x is not None and x.shape != (num_v_heads,):
+            raise ValueError(f"{name}: expected shape [{num_v_heads}], got {list(x.shape)}")
+    if used and A_log is None:
+        raise ValueError("A_log: required with use_gate_in_kernel=True")
+
+
+def check_initial_state(state: torch.Tensor, expected: tuple[int, ...], device: torch.device) -> None:
+    """initial_state of the expected shape, floating, on the device of q."""
+    if tuple(state.shape) != expected:
+        raise ValueError(f"initial_state: expected shape {list(expected)}, got {list(state.shape)}")
+    if not state.dtype.is_floating_point:
+        raise TypeError(f"initial_state: expected a floating dtype, got {state.dtype}")
+    if state.device != device:
+        raise ValueError(f"initial_state: is on {state.device}, q is on {device}")
+
+
+def read_documents(
+    x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any, cp_context: CPContext | None
+) -> list[int] | None:
+    """Offsets of the documents in x [B, T, ..] when it holds the whole stream; None when a context describes it.
+
+    Reads cu_seqlens now (a copy from the device unless cu_seqlens_cpu is given), so that an edit in place or a
+    recycled tensor is never served stale.
+    """
+    batch, length = x.shape[:2]
+    if cp_context is not None:
+        if not isinstance(cp_context, CPContext):
+            raise TypeError(f"cp_context: expected a CPContext from build_cp_context, got {type(cp_context).__name__}")
+        if cu_seqlens is not None or cu_seqlens_cpu is not None:
+            raise ValueError("cu_seqlens: not allowed with cp_context, which has the offsets")
+        if batch != 1:
+            raise ValueError(f"{name}: batch size must be 1 with cp_context, got {batch}")
+        if length != cp_context.local_tokens:
+            raise ValueError(
+                f"{name}: has {length} tokens, rank {cp_context.rank} stores {cp_context.local_tokens} by its plan"
+            )
+        return None
+    if cu_seqlens is None and cu_seqlens_cpu is None:
+        return [length * row for row in range(batch + 1)]
+    if batch != 1:
+        raise ValueError(f"{name}: batch size must be 1 with cu_seqlens, got {batch}; pack the rows into one")
+    given, label = (cu_seqlens, "cu_seqlens") if cu_seqlens_cpu is None else (cu_seqlens_cpu, "cu_seqlens_cpu")
+    offsets = read_offsets(as_tensor(given, label) if hasattr(given, "__dlpack__") else given, label)
+    check_offsets(offsets, length, label)
+    return offsets
+
+
+def check_conv_inputs(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    cp_context: CPContext | None,
+) -> None:
+    """x [B, T, D], weight [D, W], bias [D]; a known activation; the width that the context was built for."""
+    if x.ndim != 3:
+        raise ValueError(f"x: expected 3 dimensions [B, T, D], got shape {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x: dtype {x.dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if weight.ndim != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
+        raise ValueError(f"weight: expected shape [{x.shape[2]}, W] with W >= 1, got {list(weight.shape)}")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {list(bias.shape)}")
+    for name, other in (("weight", weight), ("bias", bias)):
+        if other is not None and other.device != x.device:
+            raise ValueError(f"{name}: is on {other.device}, x is on {x.device}")
+    if activation not in (None, "silu", "swish"):
+        raise ValueError(f'activation: got {activation!r}, expected "silu", "swish" or None')
+    planned = None if not isinstance(cp_context, CPContext) else cp_context.conv1d_kernel_size
+    if planned is not None and planned != weight.shape[1]:
+        raise ValueError(f"weight: has {weight.shape[1]} taps, cp_context was built with conv1d_kernel_size={planned}")

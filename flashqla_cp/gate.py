@@ -1,0 +1,30 @@
+"""Per-token preparations of the op in fp32 (fp64 for fp64 inputs), whatever autocast says."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+L2_EPS = 1e-6
+
+
+def log_decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Log gate g = -exp(A_log) * softplus(a + dt_bias) <= 0 (Gated Delta Networks, arXiv 2412.06464).
+
+    a [.., HV] any float, A_log and dt_bias [HV] -> [.., HV] in dtype.
+    """
+    with torch.autocast(a.device.type, enabled=False):
+        shifted = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
+        return -A_log.to(dtype).exp() * F.softplus(shifted)
+
+
+def write_strength(b: torch.Tensor, allow_neg_eigval: bool, dtype: torch.dtype) -> torch.Tensor:
+    """beta = sigmoid(b), twice that with allow_neg_eigval. b [.., HV] -> [.., HV] in dtype."""
+    beta = torch.sigmoid(b.to(dtype))
+    return 2 * beta if allow_neg_eigval else beta
+
+
+def l2_normalize(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """x * rsqrt(sum(x^2) + 1e-6) over the last dimension, in dtype; zero rows have a finite gradient."""
+    x = x.to(dtype)
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + L2_EPS)

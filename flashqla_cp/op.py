@@ -1,0 +1,153 @@
+"""chunk_gated_delta_rule: the public op. Checks, preparations per token, then the stages of autograd.py."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from flashqla_cp.autograd import GatedDeltaRule
+from flashqla_cp.checks import as_tensor, check_gate, check_initial_state, check_op_inputs, read_documents
+from flashqla_cp.gate import l2_normalize, log_decay, write_strength
+from flashqla_cp.kernels.backend import select
+from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.exchange.headwise import Headwise
+from flashqla_cp.program import Program
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    state_v_first: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    cp_context: CPContext | None = None,
+    backend: str = "auto",
+    deterministic: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gated delta rule over documents, on one device or sharded over ranks.
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale S_t^T q_t
+
+    Per value head; value head i uses query/key head i // (HV // H). Formula: Gated Delta Networks, arXiv 2412.06464.
+    Differentiable once in every tensor argument.
+
+    Args:
+        q, k: [B, T, H, K] in bf16, fp16, fp32 or fp64, one dtype with v. Anything with __dlpack__ is taken.
+        v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV] log gate <= 0, any float dtype; the raw gate input a with use_gate_in_kernel.
+        beta: [B, T, HV] write strength in [0, 1] (or [0, 2]); its logit with use_beta_sigmoid_in_kernel.
+        scale: factor of the output, K**-0.5 if None.
+        initial_state: [N, HV, K, V] state in front of each document, zero if None. N counts the documents: B without
+            cu_seqlens, and the documents of the whole stream with cp_context, where the row of a document is read by
+            the owner of its first token only and has a zero gradient elsewhere.
+        output_final_state: return the states behind the documents. With cp_context a row is filled by the owner of
+            the document's last token and 0 elsewhere. The state of an empty document passes through.
+        use_qk_l2norm_in_kernel: normalise q and k per head, x * rsqrt(sum(x^2) + 1e-6).
+        cu_seqlens: [N+1] offsets of documents packed in one row (B = 1), any integer dtype. Rows past the last offset
+            are padding: whatever they hold, their outputs and gradients are exactly 0.
+        cu_seqlens_cpu: the same on the CPU, which saves the copy from the device.
+        state_v_first: states are [N, HV, V, K].
+        use_gate_in_kernel: g = -exp(A_log) * softplus(g + dt_bias) with A_log, dt_bias [HV].
+        use_beta_sigmoid_in_kernel: beta = sigmoid(beta), doubled with allow_neg_eigval.
+        cp_context: from build_cp_context; the tensors then hold this rank's local_tokens rows, B = 1.
+        backend: "auto", "tilelang" or "torch".
+        deterministic: bitwise equal results run to run; the torch backend always is.
+
+    Returns:
+        o [B, T, HV, V] in v's dtype, and the final states, fp32 (fp64 for fp64 inputs), or None.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the text names it. NotImplementedError: no kernel for it, with what
+        would work. RuntimeError: backend="auto" in training on a GPU without kernels.
+    """
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    q, k, v, g, beta = (as_tensor(x, name) for name, x in named.items())
+    check_op_inputs(q, k, v, g, beta)
+    num_v_heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
+    check_gate(A_log, dt_bias, num_v_heads, use_gate_in_kernel)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
+    offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, cp_context)
+    num_documents = len(offsets) - 1 if cp_context is None else cp_context.num_documents
+    state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
+    if initial_state is not None:
+        initial_state = as_tensor(initial_state, "initial_state")
+        check_initial_state(initial_state, (num_documents, num_v_heads, *state_dims), q.device)
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    )
+    stages = select(backend, q.device, needs_grad=needs_grad)
+
+    if cp_context is None:
+        program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)
+    else:
+        program = Program.of_context(cp_context, q.device)
+    flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    if program.covered is not None:
+        flat = [x.masked_fill(~program.covered.view(-1, *[1] * (x.ndim - 1)), 0) for x in flat]
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    query, key, value, gate, strength = flat
+    if use_qk_l2norm_in_kernel:
+        query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
+    if use_gate_in_kernel:
+        gate = log_decay(gate, A_log, dt_bias, dtype)
+    if use_beta_sigmoid_in_kernel:
+        strength = write_strength(strength, allow_neg_eigval, dtype)
+    tensors = [x.to(dtype) for x in (query, key, value, gate, strength)]
+    state = None
+    if initial_state is not None:
+        state = (initial_state.mT if state_v_first else initial_state).to(dtype)
+
+    scale = key_dim**-0.5 if scale is None else float(scale)
+    if cp_context is not None and cp_context.headwise is not None:
+        o, final_state = _run_headwise(cp_context, tensors, state, stages, scale, output_final_state)
+    else:
+        o, final_state = GatedDeltaRule.apply(*tensors, state, program, stages, scale)
+    if state_v_first and final_state is not None:
+        final_state = final_state.mT
+    return o.view(v.shape).to(v.dtype), final_state if output_final_state else None
+
+
+def _run_headwise(
+    context: CPContext,
+    tensors: list[torch.Tensor],
+    state: torch.Tensor | None,
+    stages: ModuleType,
+    scale: float,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The whole stream for some heads instead of some tokens for all heads."""
+    headwise: Headwise = context.headwise  # type: ignore[assignment]
+    plan, device = context.plan, tensors[0].device
+    keys, values = headwise.owned_heads(tensors[0].shape[1], tensors[2].shape[1])
+    local = headwise.to_heads(headwise.tokens, tensors, (keys, keys, values, values, values))
+    if state is not None:
+        rows = headwise.entry_rows
+        own = torch.tensor(plan.entry_documents(context.rank), dtype=torch.int64, device=device)
+        (state,) = headwise.to_heads(rows, [state.index_select(0, own)], [values])
+    if values[context.rank]:
+        program = Program.of_documents(plan.cu_seqlens, plan.num_tokens, device)
+        o, final_state = GatedDeltaRule.apply(*local, state, program, stages, scale)
+    else:
+        # No head is left for this rank; it still takes part in every collective.
+        o = local[2]
+        final_state = o.new_zeros(plan.num_documents, 0, local[0].shape[2], o.shape[2]) if state is None else state
+    (o,) = headwise.to_rows(headwise.tokens, [o], [values])
+    if not output_final_state:
+        return o, None
+    (ends,) = headwise.to_rows(headwise.exit_rows, [final_state], [values])
+    own = torch.tensor(plan.exit_documents(context.rank), dtype=torch.int64, device=device)
+    return o, ends.new_zeros(plan.num_documents, *ends.shape[1:]).index_copy(0, own, ends)

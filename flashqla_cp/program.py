@@ -1,0 +1,152 @@
+"""What one process runs for one stream: its segments, whose states enter and leave, and the exchange between them.
+
+A segment is a run of local tokens that starts from one state: a whole document without context parallelism, a
+fragment of one with it. Built on the host from offsets, once per context; without a context, once per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from flashqla_cp.kernels.chunks import ChunkTable
+from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.exchange.base import Exchange
+from flashqla_cp.parallel.fragments import Fragments
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Some segments, as an index on the device (int64) and as chunks of their own."""
+
+    index: torch.Tensor
+    table: ChunkTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """Segments of one process. Index tensors are int64 on the device of the tensors.
+
+    table: chunks of all segments. covered: [T] bool, tokens of some segment, or None when that is all of them.
+    entries, exits: (segment, document) pairs as two rows: segments that begin, or end, their document. empty:
+    documents without tokens whose state passes through this process. emitters, receivers, interior: segments that
+    send a map, receive a state, and send a correction; they exist only with an exchange.
+    """
+
+    num_tokens: int
+    num_documents: int
+    table: ChunkTable
+    covered: torch.Tensor | None
+    entries: torch.Tensor
+    exits: torch.Tensor
+    empty: torch.Tensor
+    exchange: Exchange | None
+    emitters: Group
+    receivers: Group
+    interior: Group
+    entry_row: torch.Tensor = field(init=False)
+    exit_row: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "entry_row", self._rows(self.entries, self.receivers))
+        object.__setattr__(self, "exit_row", self._rows(self.exits, self.emitters))
+
+    def _rows(self, own: torch.Tensor, exchanged: Group) -> torch.Tensor:
+        """Row of each segment's state among the own documents' states followed by the exchanged ones."""
+        rows = torch.full((self.table.num_segments,), -1, dtype=torch.int64, device=own.device)
+        order = torch.cat([own[0], exchanged.index])
+        return rows.index_copy(0, order, torch.arange(len(order), device=own.device))
+
+    @classmethod
+    def of_documents(cls, cu_seqlens: Sequence[int], num_tokens: int, device: torch.device) -> Program:
+        """One process that holds the whole stream: every document is a segment."""
+        spans = list(pairwise(cu_seqlens))
+        full = [doc for doc, (start, end) in enumerate(spans) if end > start]
+        return cls._build(
+            [spans[doc][0] for doc in full],
+            [spans[doc][1] - spans[doc][0] for doc in full],
+            num_tokens,
+            len(spans),
+            device,
+            entries=list(enumerate(full)),
+            exits=list(enumerate(full)),
+            empty=[doc for doc, (start, end) in enumerate(spans) if end == start],
+        )
+
+    @classmethod
+    def of_context(cls, context: CPContext, device: torch.device) -> Program:
+        """The fragments that this rank holds, in slot order; kept in the context."""
+        key = ("program", device)
+        if key not in context.memo:
+            context.memo[key] = cls._of_fragments(context, context.plan.fragments, device)
+        return context.memo[key]
+
+    @classmethod
+    def _of_fragments(cls, context: CPContext, pieces: Fragments, device: torch.device) -> Program:
+        plan, mine = context.plan, pieces.of_rank(context.rank)
+        document = pieces.document[mine].tolist()
+        enters, leaves = pieces.has_predecessor[mine], pieces.has_successor[mine]
+        return cls._build(
+            pieces.offset[mine].tolist(),
+            (pieces.end - pieces.start)[mine].tolist(),
+            context.local_tokens,
+            plan.num_documents,
+            device,
+            entries=[(row, document[row]) for row in (~enters).nonzero().flatten().tolist()],
+            exits=[(row, document[row]) for row in (~leaves).nonzero().flatten().tolist()],
+            empty=plan.empty_documents(context.rank),
+            exchange=context.map_exchange,
+            emitters=leaves.nonzero().flatten().tolist(),
+            receivers=enters.nonzero().flatten().tolist(),
+            interior=(enters & leaves).nonzero().flatten().tolist(),
+        )
+
+    @classmethod
+    def _build(
+        cls,
+        starts: list[int],
+        lengths: list[int],
+        num_tokens: int,
+        num_documents: int,
+        device: torch.device,
+        *,
+        entries: list[tuple[int, int]],
+        exits: list[tuple[int, int]],
+        empty: list[int],
+        exchange: Exchange | None = None,
+        emitters: Sequence[int] = (),
+        receivers: Sequence[int] = (),
+        interior: Sequence[int] = (),
+    ) -> Program:
+        def index(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        def pairs(values: list[tuple[int, int]]) -> torch.Tensor:
+            return index([number for pair in values for number in pair]).view(-1, 2).T.contiguous()
+
+        def group(rows: Sequence[int]) -> Group:
+            chosen = [starts[row] for row in rows], [lengths[row] for row in rows]
+            return Group(index(rows), ChunkTable.of(*chosen, num_tokens, device))
+
+        covered = None
+        if sum(lengths) < num_tokens:
+            covered = torch.zeros(num_tokens, dtype=torch.bool)
+            for start, length in zip(starts, lengths, strict=True):
+                covered[start : start + length] = True
+            covered = covered.to(device)
+        return cls(
+            num_tokens,
+            num_documents,
+            ChunkTable.of(starts, lengths, num_tokens, device),
+            covered,
+            pairs(entries),
+            pairs(exits),
+            index(empty),
+            exchange,
+            group(emitters),
+            group(receivers),
+            group(interior),
+        )

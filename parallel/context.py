@@ -1,0 +1,209 @@
+"""CPContext: the plan of one micro-batch, its group and its exchange. What users pass as cp_context."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashqla_cp.parallel.comm import Comm
+from flashqla_cp.parallel.exchange.base import Exchange
+from flashqla_cp.parallel.exchange.choose import check_exchange_name, map_exchange, resolve_exchange
+from flashqla_cp.parallel.exchange.headwise import Headwise, token_rows
+from flashqla_cp.parallel.halo import Halo
+from flashqla_cp.parallel.plan import ShardPlan, read_offsets
+from flashqla_cp.parallel.plan_check import check_plans
+
+
+def build_cp_context(
+    cu_seqlens: torch.Tensor | Sequence[int],
+    group: dist.ProcessGroup | DeviceMesh | None,
+    conv1d_kernel_size: int | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    *,
+    layout: str = "contiguous",
+    token_ranges: Sequence[Sequence[tuple[int, int]]] | None = None,
+    num_tokens: int | None = None,
+    exchange: str = "auto",
+    check_plan: bool = True,
+) -> CPContext:
+    """Plan one micro-batch over the ranks of a group. Call it on every rank, once per micro-batch.
+
+    Args:
+        cu_seqlens: offsets of the documents in the whole stream, before sharding, [N+1], any integer dtype, any device.
+        group: ProcessGroup or 1-D DeviceMesh, any size; None is the default group.
+        conv1d_kernel_size: width W of the causal convolution that will use the context; None prepares it on first use.
+        cu_seqlens_cpu: the same offsets on the CPU, which saves the copy from the device.
+        layout: "contiguous" (near-equal cuts), "zigzag" (rank r holds parts r and 2P-1-r of 2P, in that order),
+            "zigzag_per_document" (each document cut that way), or "custom" with token_ranges.
+        token_ranges: token_ranges[r] = [(start, end), ...] that rank r stores, in order; all ranks' tile the stream.
+        num_tokens: length of the stream with its padded tail, when longer than cu_seqlens[-1].
+        exchange: "auto", "allgather", "sharded", "hierarchical" or "headwise".
+        check_plan: compare the plan across ranks with one small collective, and raise on all when ranks differ or
+            one of them failed. Switched off, ranks that disagree hang or compute nonsense.
+
+    Raises:
+        TypeError, ValueError: a bad argument; the text names it. RuntimeError: another rank's plan differs or failed.
+    """
+    comm = Comm(group)
+    plan, error = None, None
+    try:
+        plan = ShardPlan.build(
+            layout, _offsets(cu_seqlens, cu_seqlens_cpu), comm.world_size, _as_count(num_tokens), token_ranges
+        )
+        if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
+            raise ValueError(f"conv1d_kernel_size: got {conv1d_kernel_size}, expected at least 1")
+        check_exchange_name(exchange)
+    except (TypeError, ValueError) as caught:
+        error = caught
+    if check_plan:
+        settings = f"{exchange} {conv1d_kernel_size}".encode()
+        check_plans(comm, plan.digest() + settings if plan is not None else b"", error)
+    elif error is not None:
+        raise error
+    assert plan is not None, "a rank without a plan has raised"
+    device = cu_seqlens.device if isinstance(cu_seqlens, torch.Tensor) else torch.device("cpu")
+    return CPContext(plan, comm, resolve_exchange(exchange, comm), conv1d_kernel_size, device)
+
+
+class CPContext:
+    """One micro-batch sharded over a group: made by build_cp_context, read-only, good for any number of calls.
+
+    One object drives the convolution and the recurrence of every layer, and several contexts may be in flight.
+
+    Attributes:
+        plan: who owns which tokens. rank, world_size, group: this process in its group. exchange: strategy in use.
+        local_tokens: rows this rank stores, its part of the padded tail included.
+        cu_seqlens, cu_seqlens_cpu: int32 offsets of the pieces this rank stores, in storage order, on the device of
+            the offsets given and on the CPU; stretches of padding between pieces count as pieces.
+        segment_documents: for each of those pieces its document, or -1 for padding.
+        num_documents: documents of the whole stream.
+    """
+
+    def __init__(
+        self, plan: ShardPlan, comm: Comm, exchange: str, conv1d_kernel_size: int | None, device: torch.device
+    ):
+        self.plan, self.comm, self.exchange = plan, comm, exchange
+        self.group, self.rank, self.world_size = comm.group, comm.rank, comm.world_size
+        self.local_tokens = plan.local_tokens(comm.rank)
+        self.num_documents = plan.num_documents
+        self.headwise = Headwise(plan, comm) if exchange == "headwise" and comm.world_size > 1 else None
+        self.map_exchange: Exchange | None = None if self.headwise else map_exchange(exchange, plan, comm)
+        offsets, documents = _local_pieces(plan, comm.rank)
+        self.cu_seqlens_cpu = torch.tensor(offsets, dtype=torch.int32)
+        self.cu_seqlens = self.cu_seqlens_cpu.to(device)
+        self.segment_documents = tuple(documents)
+        self.conv1d_kernel_size = conv1d_kernel_size
+        self.memo: dict[Any, Any] = {}
+        if conv1d_kernel_size is not None:
+            self.halo(conv1d_kernel_size)
+
+    def halo(self, kernel_size: int) -> Halo:
+        """Routes of the rows that a causal convolution over kernel_size tokens reads across cuts."""
+        key = ("halo", kernel_size)
+        if key not in self.memo:
+            self.memo[key] = Halo.of(self.plan, self.comm, kernel_size)
+        return self.memo[key]
+
+    def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The rows of this rank. x [.., num_tokens, ..] -> [.., local_tokens, ..]; differentiable, no communication.
+
+        Raises ValueError when x does not have num_tokens rows in dim.
+        """
+        if x.shape[dim] != self.plan.num_tokens:
+            raise ValueError(f"x: has {x.shape[dim]} rows in dim {dim}, the stream has {self.plan.num_tokens}")
+        pieces = [x.narrow(dim, start, end - start) for start, end in self.plan.ranges[self.rank]]
+        return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+    def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The whole stream on every rank, for checks. x [.., local_tokens, ..] -> [.., num_tokens, ..].
+
+        Differentiable: every rank is expected to compute the same function of the result, so the gradient of x is
+        this rank's rows of its own gradient, without communication; summed over ranks, parameter gradients are those
+        of one process. Raises ValueError when x does not have local_tokens rows in dim.
+        """
+        if x.shape[dim] != self.local_tokens:
+            raise ValueError(f"x: has {x.shape[dim]} rows in dim {dim}, this rank stores {self.local_tokens}")
+        return _Unshard.apply(x.movedim(dim, 0), self).movedim(0, dim)
+
+    def comm_bytes(
+        self,
+        num_v_heads: int,
+        head_k_dim: int,
+        head_v_dim: int,
+        *,
+        num_heads: int | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> dict[str, list[tuple[str, int]]]:
+        """Bytes this rank sends to other ranks in one call of the op, without states in or out.
+
+        Per direction ("forward", "backward") a list of (collective, bytes) in order of issue. Maps travel in fp32, in
+        fp64 for fp64 inputs (dtype). exchange="headwise" sends the activations: give their dtype, and num_heads if
+        there are fewer key heads than value heads; gates are counted in fp32.
+        """
+        if self.headwise is not None:
+            return self.headwise.traffic(num_heads or num_v_heads, num_v_heads, head_k_dim, head_v_dim, dtype)
+        if self.map_exchange is None or self.world_size == 1 or not self.plan.fragments.crosses_ranks:
+            return {"forward": [], "backward": []}
+        size = 8 if dtype == torch.float64 else 4
+        traffic = self.map_exchange.traffic(num_v_heads, head_k_dim, head_v_dim)
+        return {way: [(name, count * size) for name, count in calls] for way, calls in traffic.items()}
+
+    def __repr__(self) -> str:
+        owners = " | ".join(
+            f"{rank}: " + (",".join(f"{start}-{end}" for start, end in owned) or "none")
+            for rank, owned in enumerate(self.plan.ranges)
+        )
+        if len(owners) > 160:
+            owners = owners[:157] + "..."
+        return (
+            f"CPContext(rank {self.rank}/{self.world_size}, {self.plan.layout}, {self.exchange}, "
+            f"{self.num_documents} documents, {self.plan.num_tokens} tokens; {owners})"
+        )
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, context: CPContext) -> torch.Tensor:
+        ctx.context, plan = context, context.plan
+        counts = [plan.local_tokens(rank) for rank in range(plan.world_size)]
+        padded = x.new_zeros(max(counts), *x.shape[1:])
+        padded[: len(x)] = x
+        gathered = context.comm.all_gather(padded).wait()
+        joined = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
+        order = token_rows(plan).on(x.device)[0]
+        return joined.index_select(0, order)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.context.shard(grad, dim=0).contiguous(), None
+
+
+def _local_pieces(plan: ShardPlan, rank: int) -> tuple[list[int], list[int]]:
+    """Offsets of a rank's pieces in storage order, and their documents; the padded end is left off."""
+    mine = plan.fragments.of_rank(rank)
+    columns = (plan.fragments.offset, plan.fragments.end - plan.fragments.start, plan.fragments.document)
+    offsets, documents = [0], []
+    for start, length, document in sorted(zip(*(column[mine].tolist() for column in columns), strict=True)):
+        if start > offsets[-1]:
+            offsets.append(start)
+            documents.append(-1)
+        offsets.append(start + length)
+        documents.append(document)
+    return offsets, documents
+
+
+def _offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> list[int]:
+    given = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+    name = "cu_seqlens" if cu_seqlens_cpu is None else "cu_seqlens_cpu"
+    return read_offsets(given, name)
+
+
+def _as_count(num_tokens: Any) -> int | None:
+    if num_tokens is not None and (isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0):
+        raise ValueError(f"num_tokens: got {num_tokens!r}, expected a count of tokens or None")
+    return num_tokens

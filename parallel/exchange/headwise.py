@@ -1,0 +1,176 @@
+"""Headwise: all-to-all of the activations (Ulysses), as a reference and for comparison.
+
+Rows (tokens, or state rows of documents) sharded over ranks with all heads become all rows with the heads of one
+owner, and back. Nothing else is exchanged: each owner runs the whole stream for its heads. Bytes grow with T.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from flashqla_cp.parallel.comm import Comm
+from flashqla_cp.parallel.exchange.sharded import head_counts
+from flashqla_cp.parallel.plan import ShardPlan
+
+
+@dataclass(slots=True, eq=False)
+class RowTable:
+    """How many rows each rank stores, and the stream position of row i of all ranks' rows joined."""
+
+    counts: tuple[int, ...]
+    position: torch.Tensor
+    _prepared: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(joined row of each stream position, stream position of each joined row)."""
+        if device not in self._prepared:
+            self._prepared[device] = (self.position.argsort().to(device), self.position.to(device))
+        return self._prepared[device]
+
+
+def token_rows(plan: ShardPlan) -> RowTable:
+    """Rows are tokens, in the stream's order."""
+    pieces = [torch.arange(start, end) for owned in plan.ranges for start, end in owned]
+    counts = tuple(plan.local_tokens(rank) for rank in range(plan.world_size))
+    return RowTable(counts, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64))
+
+
+def _document_rows(owned: Sequence[Sequence[int]]) -> RowTable:
+    """Rows are the states of documents, in the documents' order."""
+    flat = [document for documents in owned for document in documents]
+    return RowTable(tuple(map(len, owned)), torch.tensor(flat, dtype=torch.int64))
+
+
+class Headwise:
+    """Turns token shards with all heads into whole streams with some heads, and back, differentiably."""
+
+    name = "headwise"
+
+    def __init__(self, plan: ShardPlan, comm: Comm):
+        self.comm, self.tokens = comm, token_rows(plan)
+        ranks = range(plan.world_size)
+        self.entry_rows = _document_rows([plan.entry_documents(rank) for rank in ranks])
+        self.exit_rows = _document_rows([plan.exit_documents(rank) for rank in ranks])
+
+    def owned_heads(self, num_heads: int, num_v_heads: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Key heads and value heads of every owner."""
+        both = [self.heads_of(num_heads, num_v_heads, owner) for owner in range(self.comm.world_size)]
+        return [keys for keys, _ in both], [values for _, values in both]
+
+    def heads_of(self, num_heads: int, num_v_heads: int, owner: int) -> tuple[list[int], list[int]]:
+        """Key heads and value heads of one owner. Groups stay together while there are as many groups as ranks;
+        with more ranks than groups, value heads are dealt out and key heads go with each of them."""
+        size, ratio = self.comm.world_size, num_v_heads // num_heads
+        if num_heads >= size:
+            counts = head_counts(num_heads, size)
+            keys = list(range(sum(counts[:owner]), sum(counts[: owner + 1])))
+            return keys, [key * ratio + i for key in keys for i in range(ratio)]
+        counts = head_counts(num_v_heads, size)
+        values = list(range(sum(counts[:owner]), sum(counts[: owner + 1])))
+        return [value // ratio for value in values], values
+
+    def to_heads(self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]):
+        """tensors [local rows, heads, ...] -> [all rows, own heads, ...]. heads[i][p]: tensor i's for owner p."""
+        return _ToHeads.apply(self.comm, rows, [_flat(per_owner) for per_owner in heads], *tensors)
+
+    def to_rows(self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]):
+        """The way back for tensors whose heads are each owned once."""
+        return _ToRows.apply(self.comm, rows, [_flat(per_owner) for per_owner in heads], *tensors)
+
+    def traffic(
+        self, num_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, dtype: torch.dtype
+    ) -> dict[str, list[tuple[str, int]]]:
+        """Bytes sent to other ranks for q, k, v, g and beta there and o back; the way back mirrors it."""
+        rank, local = self.comm.rank, self.tokens.counts[self.comm.rank]
+        keys, values = self.owned_heads(num_heads, num_v_heads)
+        rest = sum(self.tokens.counts) - local
+
+        def out(heads: Sequence[Sequence[int]]) -> int:
+            return (sum(map(len, heads)) - len(heads[rank])) * local
+
+        item, gate = dtype.itemsize, max(4, dtype.itemsize)
+        rows = (
+            (keys, head_k_dim * item),
+            (keys, head_k_dim * item),
+            (values, head_v_dim * item),
+            (values, gate),
+            (values, gate),
+        )
+        there = [("all_to_all", out(heads) * width) for heads, width in rows]
+        back = [("all_to_all", len(heads[rank]) * rest * width) for heads, width in rows]
+        v_row = head_v_dim * item
+        return {
+            "forward": [*there, ("all_to_all", len(values[rank]) * rest * v_row)],
+            "backward": [("all_to_all", out(values) * v_row), *back],
+        }
+
+
+HeadTable = tuple[list[int], list[int]]
+
+
+def _flat(per_owner: Sequence[Sequence[int]]) -> HeadTable:
+    return [head for heads in per_owner for head in heads], [len(heads) for heads in per_owner]
+
+
+def _gather_rows(comm: Comm, rows: RowTable, heads: HeadTable, x: torch.Tensor) -> torch.Tensor:
+    """[local rows, heads, ...] -> [all rows, own heads, ...]: heads may be sent to several owners."""
+    order, counts = heads
+    index = torch.tensor(order, dtype=torch.int64, device=x.device)
+    local, mine, inner = len(x), counts[comm.rank], x.shape[2:]
+    send = x.index_select(1, index).transpose(0, 1).reshape(len(order) * local, *inner)
+    received = comm.all_to_all(send, [n * local for n in counts], [mine * n for n in rows.counts]).wait()
+    blocks = received.split([mine * n for n in rows.counts])
+    joined = torch.cat([b.view(mine, n, *inner) for b, n in zip(blocks, rows.counts, strict=True)], dim=1)
+    return joined.transpose(0, 1).index_select(0, rows.on(x.device)[0])
+
+
+def _gather_heads(comm: Comm, rows: RowTable, heads: HeadTable, num_heads: int, x: torch.Tensor) -> torch.Tensor:
+    """[all rows, own heads, ...] -> [local rows, heads, ...], summed where several owners hold a head."""
+    order, counts = heads
+    local, mine, inner = rows.counts[comm.rank], counts[comm.rank], x.shape[2:]
+    joined = x.index_select(0, rows.on(x.device)[1]).transpose(0, 1)
+    send = torch.cat([block.reshape(-1, *inner) for block in joined.split(rows.counts, dim=1)])
+    received = comm.all_to_all(send, [mine * n for n in rows.counts], [n * local for n in counts]).wait()
+    parts = received.view(len(order), local, *inner).transpose(0, 1)
+    if len(order) == num_heads:
+        return parts.contiguous()
+    index = torch.tensor(order, dtype=torch.int64, device=x.device)
+    total = torch.zeros(
+        local, num_heads, *inner, dtype=torch.float32 if x.element_size() < 4 else x.dtype, device=x.device
+    )
+    for copy in range(max(order.count(head) for head in set(order))):  # one copy a round: same sum on every run
+        places = [i for i, head in enumerate(order) if order[:i].count(head) == copy]
+        place = torch.tensor(places, dtype=torch.int64, device=x.device)
+        total.index_add_(1, index[place], parts.index_select(1, place).to(total.dtype))
+    return total.to(x.dtype)
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, comm, rows, heads, *tensors):
+        ctx.comm, ctx.rows, ctx.heads = comm, rows, heads
+        ctx.num_heads = [x.shape[1] for x in tensors]
+        return tuple(_gather_rows(comm, rows, table, x) for table, x in zip(heads, tensors, strict=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        swap = zip(ctx.heads, ctx.num_heads, grads, strict=True)
+        return None, None, None, *(_gather_heads(ctx.comm, ctx.rows, table, n, x) for table, n, x in swap)
+
+
+class _ToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, comm, rows, heads, *tensors):
+        ctx.comm, ctx.rows, ctx.heads = comm, rows, heads
+        swap = zip(heads, tensors, strict=True)
+        return tuple(_gather_heads(comm, rows, table, len(table[0]), x) for table, x in swap)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        swap = zip(ctx.heads, grads, strict=True)
+        return None, None, None, *(_gather_rows(ctx.comm, ctx.rows, table, x) for table, x in swap)
