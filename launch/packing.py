@@ -1,10 +1,11 @@
-"""Files as packed documents: one endless stream of bytes in a seeded order, cut into rows of equal length.
+"""Files as packed documents: a stream of bytes in a seeded order, cut into rows of equal length.
 
-Every epoch lists all documents in a new order that follows from the seed alone. Row i of the stream is its bytes
-[i * T, (i + 1) * T), whatever the number of ranks, so a step's data depends on nothing but its number, and a resumed
-run continues without having to remember a position. A document that a row's end cuts becomes two.
+Every epoch lays all documents in a new order, cuts that stream into rows of T bytes and visits the rows in a new order
+too, so that a long file does not fill many steps in a row. What is left over at the epoch's end, less than a row, waits
+for the next epoch. A document that a row's end cuts becomes two.
 
-Nothing is read before it is needed; one row is in memory at a time.
+All of this follows from the seed and a row's number alone, whatever the number of ranks: a resumed run continues
+without having to remember a position. Nothing is read before it is needed; one batch is in memory at a time.
 """
 
 from __future__ import annotations
@@ -94,21 +95,24 @@ class PackedDocuments:
         self.documents, self.row_tokens, self.seed = list(documents), row_tokens, seed
         self._sizes = torch.tensor([document.num_bytes for document in documents], dtype=torch.int64)
         self.num_bytes = int(self._sizes.sum())
-        self._epochs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # Few documents and long rows: an epoch goes round them as often as one row needs.
+        self._laps = -(-row_tokens // self.num_bytes)
+        self.rows_per_epoch = self._laps * self.num_bytes // row_tokens
+        self._epochs: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def pieces(self, row: int) -> Iterator[tuple[int, int, int]]:
-        """(document, start, end) of the bytes that make up a row, in order."""
-        position, wanted = row * self.row_tokens, self.row_tokens
-        while wanted:
-            epoch, inside = divmod(position, self.num_bytes)
-            order, ends = self._epoch(epoch)
-            slot = int(torch.searchsorted(ends, inside, right=True))
-            document = int(order[slot])
-            size = self.documents[document].num_bytes
-            start = inside - (int(ends[slot]) - size)
-            end = min(size, start + wanted)
-            yield document, start, end
-            position, wanted = position + end - start, wanted - (end - start)
+        """(document, start, end) of the bytes that make up the row visited as number `row`, in order."""
+        epoch, visit = divmod(row, self.rows_per_epoch)
+        order, ends, rows = self._epoch(epoch)
+        position = int(rows[visit]) * self.row_tokens
+        row_end = position + self.row_tokens
+        slot = int(torch.searchsorted(ends, position, right=True))
+        while position < row_end:
+            document, document_end = int(order[slot]), int(ends[slot])
+            document_start = document_end - self.documents[document].num_bytes
+            end = min(document_end, row_end)
+            yield document, position - document_start, end - document_start
+            position, slot = end, slot + 1
 
     def num_labels(self, first_row: int, num_rows: int) -> int:
         """Tokens of these rows that have a next token in their document; reads no file."""
@@ -139,14 +143,16 @@ class PackedDocuments:
             text.update(os.fsencode(document.name) + f"\0{document.num_bytes}\0".encode())
         return text.hexdigest()
 
-    def _epoch(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The documents' order in an epoch, and where each ends."""
+    def _epoch(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The documents' order in an epoch, where each ends, and the order of the rows."""
         if epoch not in self._epochs:
             generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**63)
-            order = torch.randperm(len(self.documents), generator=generator)
-            # Rows are asked for in order: an epoch and its successor are all that is needed at once.
+            laps = [torch.randperm(len(self.documents), generator=generator) for _ in range(self._laps)]
+            order = torch.cat(laps)
+            rows = torch.randperm(self.rows_per_epoch, generator=generator)
+            # Rows are asked for in order: an epoch and the one before it are all that a step needs.
             self._epochs = {number: kept for number, kept in self._epochs.items() if number == epoch - 1}
-            self._epochs[epoch] = order, self._sizes[order].cumsum(0)
+            self._epochs[epoch] = order, self._sizes[order].cumsum(0), rows
         return self._epochs[epoch]
 
     def _read(self, document: int, start: int, end: int) -> bytes:

@@ -68,20 +68,30 @@ def test_missing_and_empty_sources(folder: Path) -> None:
         find_documents([folder], [".py"])
 
 
-def test_rows_tile_every_epoch(folder: Path) -> None:
-    data = PackedDocuments(find_documents([folder]), row_tokens=6, seed=3)
-    assert data.num_bytes == 27
-    text = b"".join(bytes(data.batch(row, 1).tokens[0].tolist()) for row in range(27))  # 6 epochs of 27 bytes
-    orders = set()
-    for epoch in range(6):
-        rest, order = text[27 * epoch : 27 * (epoch + 1)], []
-        while rest:
-            name = next(name for name in TEXTS if rest.startswith(TEXTS[name]) and name not in order)
-            order.append(name)
-            rest = rest[len(TEXTS[name]) :]
-        assert sorted(order) == sorted(TEXTS)
-        orders.add(tuple(order))
-    assert len(orders) > 1
+def test_an_epoch_visits_every_byte_once_in_a_new_order(folder: Path) -> None:
+    data = PackedDocuments(find_documents([folder]), row_tokens=3, seed=3)
+    assert data.num_bytes == 27 and data.rows_per_epoch == 9
+    epochs = []
+    for epoch in range(4):
+        pieces = [piece for row in range(9 * epoch, 9 * epoch + 9) for piece in data.pieces(row)]
+        covered = sorted((document, byte) for document, start, end in pieces for byte in range(start, end))
+        assert covered == [(number, byte) for number, size in enumerate((5, 9, 11, 2)) for byte in range(size)]
+        epochs.append(tuple(pieces))
+    assert len(set(epochs)) == 4
+
+
+def test_rows_of_a_long_document_are_spread(tmp_path: Path) -> None:
+    (tmp_path / "long").write_bytes(bytes(1000))
+    (tmp_path / "other").write_bytes(bytes(1000))
+    data = PackedDocuments(find_documents([tmp_path]), row_tokens=10, seed=0)
+    visited = [next(data.pieces(row))[0] for row in range(data.rows_per_epoch)]
+    assert 60 < sum(a != b for a, b in itertools.pairwise(visited)) < 140
+
+
+def test_the_rest_of_an_epoch_is_less_than_a_row(folder: Path) -> None:
+    data = PackedDocuments(find_documents([folder]), row_tokens=10, seed=0)
+    assert data.rows_per_epoch == 2
+    assert sum(end - start for row in (0, 1) for _, start, end in data.pieces(row)) == 20
 
 
 def test_documents_are_bounded_and_labels_never_cross(folder: Path) -> None:
@@ -103,7 +113,7 @@ def test_documents_are_bounded_and_labels_never_cross(folder: Path) -> None:
 def test_rows_do_not_depend_on_how_they_are_asked_for(folder: Path) -> None:
     documents = find_documents([folder])
     forward, backward = PackedDocuments(documents, 7, 1), PackedDocuments(documents, 7, 1)
-    rows = [forward.batch(row, 1).tokens for row in range(12)]
+    rows = [forward.batch(row, 1).tokens for row in range(12)]  # four epochs
     assert all(torch.equal(rows[row], backward.batch(row, 1).tokens) for row in reversed(range(12)))
     assert torch.equal(torch.cat(rows[4:7], dim=1), backward.batch(4, 3).tokens)
 
