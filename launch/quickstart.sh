@@ -23,13 +23,13 @@ train() { # train RANKS OPTIONS...
 
 if [ "$NUM_GPUS" -ge 2 ]; then
     say "training on two of this host's $NUM_GPUS GPUs"
-    train 2 --out "$OUT" --backend torch --device cuda --steps 300 "$@"
+    train 2 --out "$OUT" --backend torch --device cuda --steps 120 "$@"
 elif [ "$NUM_GPUS" = 1 ]; then
     say "training on this host's GPU; since a rank needs a GPU of its own, two ranks follow on the CPU, for a few steps"
-    train 1 --out "$OUT" --backend torch --device cuda --steps 300 "$@"
+    train 1 --out "$OUT" --backend torch --device cuda --steps 120 "$@"
     train 2 --out "$OUT-cpu" --device cpu --steps 20
 else
     say "training on the CPU, two ranks"
-    train 2 --out "$OUT" --device cpu --steps 300 "$@"
+    train 2 --out "$OUT" --device cpu --steps 120 "$@"
 fi
 say "done: the loss curve is $OUT/loss.png, the log $OUT/log.jsonl"
