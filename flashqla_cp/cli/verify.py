@@ -1,0 +1,274 @@
+"""`flashqla-cp verify`: one step of the op, the convolution and the layer, sharded over ranks, compared twice.
+
+Once with the same step on one rank and once with the fp64 per-token oracle: relative L2 error of every output and
+gradient, over the whole tensor and over the 32 tokens behind each cut. Starts its own ranks; under torchrun it uses
+those that are there. The exit code is 0 if every error is within its bar and 1 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from flashqla_cp import layer as layer_module
+from flashqla_cp.conv import causal_conv1d
+from flashqla_cp.layer import GatedDeltaNet
+from flashqla_cp.op import chunk_gated_delta_rule
+from flashqla_cp.parallel.comm import Comm
+from flashqla_cp.parallel.context import CPContext, build_cp_context
+from flashqla_cp.testing.cases import BY_ID, CUSTOM_RANGES, VERIFY, Case
+from flashqla_cp.testing.parity import (
+    TOKEN_RESULTS,
+    Problem,
+    Results,
+    Score,
+    conv_oracle,
+    conv_problem,
+    op_oracle,
+    op_problem,
+    run_sharded,
+    run_whole,
+    score,
+)
+from flashqla_cp.testing.spawn import run_ranks
+
+LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", *CUSTOM_RANGES)
+EXCHANGES = ("auto", "allgather", "sharded", "hierarchical", "headwise")
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+CONV_TAPS, HIDDEN_SIZE = 4, 24
+
+# Largest relative errors allowed, by dtype. Against one rank: rows and states, and parameters' gradients, of which each
+# rank rounds its part before they are added up. Against the oracle: o and final_state, dg, the rest, and the layer,
+# which rounds after every projection, forward and backward, where it is narrow.
+BARS = {
+    "float64": {"rows": 1e-10, "parameters": 1e-10, "o": 1e-10, "dg": 1e-10, "rest": 1e-10, "layer": 1e-10},
+    "float32": {"rows": 1e-5, "parameters": 1e-5, "o": 1e-5, "dg": 1e-5, "rest": 1e-5, "layer": 1e-5},
+    "float16": {"rows": 3e-3, "parameters": 3e-3, "o": 5e-3, "dg": 2e-2, "rest": 1e-2, "layer": 2e-2},
+    "bfloat16": {"rows": 3e-3, "parameters": 1e-2, "o": 5e-3, "dg": 2e-2, "rest": 1e-2, "layer": 5e-2},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the ranks are to run. device_type: "cpu" or "cuda". op_backend: the op's argument `backend`."""
+
+    case: Case
+    dtype: str
+    device_type: str
+    op_backend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What rank 0 found. scores: (part, against) -> errors; cuts: tokens at which a rank's range starts."""
+
+    context: str
+    cuts: tuple[int, ...]
+    scores: dict[tuple[str, str], list[Score]]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's options to `parser`."""
+    parser.add_argument("--nproc", type=int, default=2, help="number of ranks to start (default 2)")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl with a GPU for each rank, else gloo")
+    parser.add_argument("--layout", choices=LAYOUTS, help="how the stream is cut (default: the case's, contiguous)")
+    parser.add_argument("--exchange", choices=EXCHANGES, default="auto", help="how states travel (default auto)")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default="float64", help="of the inputs (default float64)")
+    parser.add_argument("--op-backend", choices=("auto", "tilelang", "torch"), help="default: torch for float64 and 32")
+    parser.add_argument("--case", choices=tuple(BY_ID), default=VERIFY.id, metavar="CASE", help="a row of the table")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which the ranks are killed")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the comparison and print it; return 0 if every error is within its bar, else 1."""
+    if args.list:
+        print("\n".join(BY_ID))
+        return 0
+    inside = dist.is_torchelastic_launched()
+    nproc = int(os.environ["WORLD_SIZE"]) if inside else args.nproc
+    backend = args.backend or ("nccl" if torch.cuda.device_count() >= nproc else "gloo")
+    request = Request(
+        case=_chosen_case(args),
+        dtype=args.dtype,
+        device_type="cuda" if backend == "nccl" else "cpu",
+        op_backend=args.op_backend or ("torch" if args.dtype in ("float64", "float32") else "auto"),
+    )
+    if inside:
+        with _launched_ranks(backend):
+            report = verify_on_this_rank(dist.get_rank(), request)
+            speaks = dist.get_rank() == 0
+    else:
+        report, speaks = run_ranks(verify_on_this_rank, nproc, request, backend=backend, timeout=args.timeout)[0], True
+    if speaks:
+        print(f"flashqla-cp verify: {nproc} ranks, {backend}, {args.dtype}, case {request.case.id}")
+        print(format_report(report, args.dtype))
+    return 0 if not faults(report, args.dtype) else 1
+
+
+def verify_on_this_rank(rank: int, request: Request) -> Report:
+    """Run the sharded step on every rank of the default group and compare it; the same report comes out on all."""
+    device = torch.device(request.device_type, torch.cuda.current_device() if request.device_type == "cuda" else None)
+    dtype, case = DTYPES[request.dtype], request.case
+    comm = Comm(None)
+    offsets = torch.tensor(case.cu_seqlens, device=device)
+    context = build_cp_context(offsets, comm.group, CONV_TAPS, **case.context_options(comm.world_size))
+    cuts = sorted({start for owned in context.plan.ranges for start, _ in owned} - {0})
+    layer, layer_problem = _layer_problem(case, dtype, device, request.op_backend)
+    steps: dict[str, tuple[Problem, Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
+        "op": (op_problem(case, dtype, device), chunk_gated_delta_rule, op_oracle, {"backend": request.op_backend}),
+        "conv": (conv_problem(case, dtype, device), causal_conv1d, conv_oracle, {}),
+        "layer": (layer_problem, _functional(layer), _layer_oracle(layer), {}),
+    }
+    scores = {}
+    for part, (problem, function, oracle, arguments) in steps.items():
+        sharded = run_sharded(
+            function, problem, context, lambda x: comm.all_gather(x.double()).wait().sum(0), **arguments
+        )
+        one_rank = run_whole(function, problem, **arguments)
+        scores[part, "one rank"] = score(sharded, one_rank, cuts)
+        scores[part, "oracle"] = score(sharded, run_whole(oracle, _widened(problem)), cuts)
+    return Report(context=repr(context), cuts=tuple(cuts), scores=scores)
+
+
+def bar_of(part: str, against: str, name: str, dtype: str) -> float:
+    """Largest error that one tensor may have."""
+    bars = BARS[dtype]
+    if against == "one rank":
+        return bars["rows" if name in TOKEN_RESULTS | {"final_state", "dinitial_state"} else "parameters"]
+    if part == "layer":
+        return bars["layer"]
+    return bars["o" if name in ("o", "final_state") else "dg" if name == "dg" else "rest"]
+
+
+def faults(report: Report, dtype: str) -> list[str]:
+    """The tensors whose error is above its bar."""
+    return [
+        f"{part} {s.name} against {'one rank' if against == 'one rank' else 'the oracle'}"
+        for (part, against), scores in report.scores.items()
+        for s in scores
+        if not s.worst <= bar_of(part, against, s.name, dtype)
+    ]
+
+
+def format_report(report: Report, dtype: str) -> str:
+    """Return the tables of errors, one against one rank and one against the oracle, and a closing line."""
+    lines = [report.context]
+    width = max(len(s.name) for scores in report.scores.values() for s in scores)
+    for against in ("one rank", "oracle"):
+        heads = "".join(f"{cut:>9}" for cut in report.cuts)
+        lines += ["", f"{'against ' + against:<{width + 7}}{'whole':>9}{heads}      bar"]
+        for (part, other), scores in report.scores.items():
+            if other != against:
+                continue
+            for s in scores:
+                bar = bar_of(part, against, s.name, dtype)
+                errors = "".join(f"{error:>9.1e}" for error in (s.whole, *s.behind_cuts))
+                blank = " " * 9 * (len(report.cuts) - len(s.behind_cuts))
+                verdict = "" if s.worst <= bar else "  too large"
+                lines.append(f"{part:<6} {s.name:<{width}}{errors}{blank}{bar:>9.0e}{verdict}")
+    bad = faults(report, dtype)
+    lines += ["", f"too large: {'; '.join(bad)}" if bad else "every error is within its bar"]
+    return "\n".join(lines)
+
+
+def _chosen_case(args: argparse.Namespace) -> Case:
+    """The named case, cut and exchanged as asked."""
+    case = replace(BY_ID[args.case], exchange=args.exchange)
+    if args.layout is None:
+        return case
+    custom = args.layout if args.layout in CUSTOM_RANGES else None
+    return replace(case, layout="custom" if custom else args.layout, custom=custom)
+
+
+def _widened(problem: Problem) -> Problem:
+    """The same numbers in fp64: the oracle differentiates what it is given, and must not round on the way back."""
+
+    def wide(tensors: Results) -> Results:
+        return {name: x.double() for name, x in tensors.items()}
+
+    return replace(problem, tokens=wide(problem.tokens), shared=wide(problem.shared), upstream=wide(problem.upstream))
+
+
+def _layer_problem(
+    case: Case, dtype: torch.dtype, device: torch.device, op_backend: str
+) -> tuple[GatedDeltaNet, Problem]:
+    """A small layer, the same on every rank, and a step of it over the stream of a case."""
+    generator = torch.Generator().manual_seed(2)
+    layer = GatedDeltaNet(HIDDEN_SIZE, head_dim=16, num_heads=2, num_v_heads=4, conv_size=CONV_TAPS, backend=op_backend)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+        # Rates from one that keeps its state over the whole stream to one that forgets within a few tokens.
+        layer.A_log.copy_(torch.linspace(-6.0, 1.0, layer.num_v_heads))
+        layer.dt_bias.copy_(torch.linspace(-4.0, -1.0, layer.num_v_heads))
+    layer = layer.to(device=device, dtype=dtype)
+    rows = torch.randn(2, 1, case.stream_length, HIDDEN_SIZE, generator=generator).to(device=device, dtype=dtype)
+    problem = Problem(
+        tokens={"hidden_states": rows[0]},
+        upstream={"o": rows[1]},
+        shared={name: parameter.detach() for name, parameter in layer.named_parameters()},
+        cu_seqlens=torch.tensor(case.cu_seqlens),
+    )
+    return layer, problem
+
+
+def _functional(layer: GatedDeltaNet) -> Callable[..., Any]:
+    """The layer as a function of its rows and parameters."""
+
+    def call(
+        hidden_states: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        cp_context: CPContext | None = None,
+        **parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, None]:
+        return torch.func.functional_call(layer, parameters, (hidden_states, cu_seqlens, cp_context)), None
+
+    return call
+
+
+def _layer_oracle(layer: GatedDeltaNet) -> Callable[..., Any]:
+    """The layer with the oracles in the place of the two calls that mix tokens."""
+
+    def conv(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        activation: str | None,
+        cu_seqlens: torch.Tensor | None,
+        cp_context: CPContext | None,
+    ) -> tuple[torch.Tensor, None]:
+        return conv_oracle(x, weight, bias, activation, cu_seqlens)
+
+    def op(*tensors: torch.Tensor, cp_context: CPContext | None, backend: str, **options: Any) -> Any:
+        return op_oracle(*tensors, **options)
+
+    def call(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+        with (
+            mock.patch.object(layer_module, "causal_conv1d", conv),
+            mock.patch.object(layer_module, "chunk_gated_delta_rule", op),
+        ):
+            return _functional(layer)(*args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def _launched_ranks(backend: str) -> Iterator[None]:
+    """The process group of the ranks that torchrun started."""
+    if backend == "nccl":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(backend)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

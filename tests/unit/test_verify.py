@@ -1,0 +1,71 @@
+"""`flashqla-cp verify`: what it prints, its exit code, and that it sees an error."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from flashqla_cp.cli import verify
+from flashqla_cp.cli.main import build_parser, main
+from flashqla_cp.testing.cases import BY_ID
+from flashqla_cp.testing.parity import Score
+
+
+def test_agreement_is_printed_and_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--nproc", "2", "--backend", "gloo", "--layout", "zigzag", "--exchange", "sharded"]) == 0
+    text = capsys.readouterr().out
+    assert "2 ranks, gloo, float64" in text and "zigzag, sharded" in text
+    for row in ("op     o ", "op     dbeta ", "conv   dweight ", "layer  dhidden_states ", "layer  dA_log "):
+        assert text.count(row) == 2  # against one rank and against the oracle
+    assert text.count("1e-10") == 42 and "every error is within its bar" in text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_narrow_types_stay_within_their_bars(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--nproc", "3", "--backend", "gloo", "--dtype", dtype]) == 0, capsys.readouterr().out
+
+
+def test_an_error_is_named_and_is_exit_code_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong window behind one cut is enough; NaN is no agreement either."""
+    scores = {
+        ("op", "one rank"): [Score(name="o", whole=1e-16, behind_cuts=(1e-16, 1e-3))],
+        ("op", "oracle"): [Score(name="dg", whole=float("inf"), behind_cuts=(0.0, 0.0))],
+    }
+    report = verify.Report(context="CPContext(...)", cuts=(10, 20), scores=scores)
+    monkeypatch.setattr(verify, "run_ranks", lambda *args, **kwargs: [report, report])
+    assert main(["verify"]) == 1
+    text = capsys.readouterr().out
+    assert "too large: op o against one rank; op dg against the oracle" in text
+    assert "within its bar" not in text
+
+
+def test_names_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--list"]) == 0
+    assert capsys.readouterr().out.split() == list(BY_ID)
+    with pytest.raises(SystemExit):
+        build_parser("verify").parse_args(["verify", "--case", "nonsense"])
+
+
+def test_a_case_keeps_its_own_layout() -> None:
+    parser = build_parser("verify")
+    case = verify._chosen_case(parser.parse_args(["verify", "--case", "interleaved_one_document"]))
+    assert (case.layout, case.custom) == ("custom", "interleaved")
+    case = verify._chosen_case(parser.parse_args(["verify", "--case", "zigzag_padded", "--layout", "backwards"]))
+    assert (case.layout, case.custom, case.num_tokens) == ("custom", "backwards", 203)
+
+
+def test_uses_the_ranks_of_torchrun() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "-m", "flashqla_cp.cli.main", "verify", "--backend", "gloo"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("2 ranks, gloo, float64") == 1
