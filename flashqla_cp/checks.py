@@ -6,6 +6,7 @@ refused alike on every rank; what only one rank can see is refused there before 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,8 +79,8 @@ def check_initial_state(state: torch.Tensor, expected: tuple[int, ...], device: 
 
 def read_documents(
     x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any, cp_context: CPContext | None
-) -> list[int] | None:
-    """Offsets of the documents in x [B, T, ..] when it holds the whole stream; None when a context describes it.
+) -> Sequence[int]:
+    """Offsets of the documents of the whole stream, which x [B, T, ..] holds unless a context says otherwise.
 
     Reads cu_seqlens now (a copy from the device unless cu_seqlens_cpu is given), so that an edit in place or a
     recycled tensor is never served stale.
@@ -96,7 +97,7 @@ def read_documents(
             raise ValueError(
                 f"{name}: has {length} tokens, rank {cp_context.rank} stores {cp_context.local_tokens} by its plan"
             )
-        return None
+        return cp_context.plan.cu_seqlens
     if cu_seqlens is None and cu_seqlens_cpu is None:
         return [length * row for row in range(batch + 1)]
     if batch != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -44,10 +45,11 @@ def causal_conv1d(
     check_conv_inputs(x, weight, bias, activation, cp_context)
     offsets = read_documents(x, "x", cu_seqlens, None, cp_context)
     width = weight.shape[1]
+    halo = None
     if cp_context is not None:
         halo, table = cp_context.halo(width), _context_table(cp_context, width, x.device)
     else:
-        halo, table = None, _document_table(offsets, x.shape[0] * x.shape[1], width, x.device)
+        table = _document_table(offsets, x.shape[0] * x.shape[1], width, x.device)
     y = CausalConv.apply(x.flatten(0, 1), weight, bias, halo, table, activation is not None)
     return y.view(x.shape), None
 
@@ -69,15 +71,15 @@ class CausalConv(torch.autograd.Function):
         arrived = x[:0] if halo is None else halo.fetch(x)
         ctx.save_for_backward(x, weight, bias, arrived)
         ctx.halo, ctx.table, ctx.silu, ctx.dtype = halo, table, silu, dtype
-        cast = [None if t is None else t.to(dtype) for t in (x, arrived, weight, bias)]
-        return causal_conv.forward(*cast, table, silu).to(x.dtype)
+        operands = _cast(dtype, x, arrived, weight, bias)
+        return causal_conv.forward(*operands, table, silu).to(x.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, bias, arrived = ctx.saved_tensors
-        cast = [None if t is None else t.to(ctx.dtype) for t in (x, arrived, weight, bias)]
-        dx, dhalo, dweight, dbias = causal_conv.backward(*cast, ctx.table, ctx.silu, dy.to(ctx.dtype))
+        operands = _cast(ctx.dtype, x, arrived, weight, bias)
+        dx, dhalo, dweight, dbias = causal_conv.backward(*operands, ctx.table, ctx.silu, dy.to(ctx.dtype))
         if ctx.halo is not None:
             dx = ctx.halo.return_gradient(dx, dhalo)
         return (
@@ -90,7 +92,13 @@ class CausalConv(torch.autograd.Function):
         )
 
 
-def _document_table(offsets: list[int], num_tokens: int, width: int, device: torch.device) -> ConvTable:
+def _cast(
+    dtype: torch.dtype, x: torch.Tensor, halo: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return x.to(dtype), halo.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def _document_table(offsets: Sequence[int], num_tokens: int, width: int, device: torch.device) -> ConvTable:
     lengths = [end - start for start, end in pairwise(offsets)]
     nothing = torch.full((len(lengths), width - 1), -1, dtype=torch.int64)
     return ConvTable.of(offsets[:-1], lengths, num_tokens, nothing, 0, device)

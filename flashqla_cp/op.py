@@ -81,7 +81,7 @@ def chunk_gated_delta_rule(
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
     offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, cp_context)
-    num_documents = len(offsets) - 1 if cp_context is None else cp_context.num_documents
+    num_documents = len(offsets) - 1
     state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
     if initial_state is not None:
         initial_state = as_tensor(initial_state, "initial_state")
@@ -102,7 +102,7 @@ def chunk_gated_delta_rule(
     query, key, value, gate, strength = flat
     if use_qk_l2norm_in_kernel:
         query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
-    if use_gate_in_kernel:
+    if A_log is not None:
         gate = log_decay(gate, A_log, dt_bias, dtype)
     if use_beta_sigmoid_in_kernel:
         strength = write_strength(strength, allow_neg_eigval, dtype)
@@ -138,16 +138,20 @@ def _run_headwise(
         rows = headwise.entry_rows
         own = torch.tensor(plan.entry_documents(context.rank), dtype=torch.int64, device=device)
         (state,) = headwise.to_heads(rows, [state.index_select(0, own)], [values])
+        *local, state = headwise.together(*local, state)
     if values[context.rank]:
         program = Program.of_documents(plan.cu_seqlens, plan.num_tokens, device)
         o, final_state = GatedDeltaRule.apply(*local, state, program, stages, scale)
     else:
-        # No head is left for this rank; it still takes part in every collective.
+        # No head is left for this rank; it still takes part in every collective, in backward too: what is empty here
+        # stays a part of the graph.
         o = local[2]
-        final_state = o.new_zeros(plan.num_documents, 0, local[0].shape[2], o.shape[2]) if state is None else state
+        empty = (plan.num_documents, 0, local[0].shape[2], o.shape[2])
+        final_state = o.reshape(empty) if state is None else state
     (o,) = headwise.to_rows(headwise.tokens, [o], [values])
     if not output_final_state:
         return o, None
     (ends,) = headwise.to_rows(headwise.exit_rows, [final_state], [values])
+    o, ends = headwise.together(o, ends)
     own = torch.tensor(plan.exit_documents(context.rank), dtype=torch.int64, device=device)
     return o, ends.new_zeros(plan.num_documents, *ends.shape[1:]).index_copy(0, own, ends)

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import torch
 
 
-def affine(correction: torch.Tensor, state: torch.Tensor, boundary: torch.Tensor, *, adjoint: bool = False):
+def affine(
+    correction: torch.Tensor, state: torch.Tensor, boundary: torch.Tensor, *, adjoint: bool = False
+) -> torch.Tensor:
     """boundary + M state, or boundary + M^T state with adjoint. M [.., K, K], state and boundary [.., K, V]."""
     matrix = correction.mT if adjoint else correction
     if matrix.is_cuda and matrix.dtype == torch.float32:
@@ -79,7 +81,7 @@ class ChainFold:
             )
         return cls(tuple(steps), num_out)
 
-    def __call__(self, boundary: torch.Tensor, correction: torch.Tensor | None, *, adjoint: bool = False):
+    def __call__(self, boundary: torch.Tensor, correction: torch.Tensor, *, adjoint: bool = False) -> torch.Tensor:
         """Run the fold. boundary [rows, H, K, V], correction [rows, H, K, K] -> states [num_out, H, K, V]."""
         out = boundary.new_zeros(self.num_out, *boundary.shape[1:])
         state = None

@@ -20,9 +20,9 @@ def _near_equal(start: int, end: int, parts: int) -> list[Range]:
     return list(pairwise(cuts))
 
 
-def _fold_zigzag(parts: Sequence[Range], world_size: int) -> list[tuple[Range, Range]]:
+def _fold_zigzag(parts: Sequence[Range], world_size: int) -> list[list[Range]]:
     """Give part r and part 2P-1-r of 2P parts to rank r, in that order."""
-    return [(parts[rank], parts[2 * world_size - 1 - rank]) for rank in range(world_size)]
+    return [[parts[rank], parts[2 * world_size - 1 - rank]] for rank in range(world_size)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

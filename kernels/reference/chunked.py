@@ -70,9 +70,28 @@ def solve(k: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, table: Chunk
     """The inverse (I + A)^-1 of every chunk, [T, HV, C]."""
     chunk = _Chunks(k, beta, decay, table)
     lower = chunk.similarity(chunk.k, diagonal=-1) * chunk.beta[..., None]
-    eye = torch.eye(lower.shape[-1], dtype=k.dtype, device=k.device)
-    inverse = torch.linalg.solve_triangular(eye + lower, eye.expand_as(lower), upper=False, unitriangular=True)
-    return table.scatter(inverse.transpose(1, 2))
+    return table.scatter(_unit_lower_inverse(lower).transpose(1, 2))
+
+
+def _unit_lower_inverse(lower: torch.Tensor) -> torch.Tensor:
+    """(I + A)^-1 for strictly lower triangular A [.., C, C], C = 16 * 2^n.
+
+    Substitution row by row in the diagonal blocks of 16, then blocks are joined in pairs:
+    [[P, 0], [R, Q]]^-1 = [[P^-1, 0], [-Q^-1 R P^-1, Q^-1]]. Unlike a series in powers of A this never cancels.
+    """
+    blocks = torch.stack([lower[..., i : i + 16, i : i + 16] for i in range(0, lower.shape[-1], 16)], dim=-3)
+    inverse = torch.eye(16, dtype=lower.dtype, device=lower.device).expand(blocks.shape).clone()
+    for row in range(1, 16):
+        solved = blocks[..., row, None, :row] @ inverse[..., :row, :row]
+        inverse[..., row, :row] = -solved.squeeze(-2)
+    while inverse.shape[-3] > 1:
+        size = inverse.shape[-1]
+        upper, below = inverse[..., ::2, :, :], inverse[..., 1::2, :, :]
+        starts = range(0, lower.shape[-1], 2 * size)
+        corner = torch.stack([lower[..., i + size : i + 2 * size, i : i + size] for i in starts], dim=-3)
+        left = torch.cat([upper, -(below @ corner @ upper)], dim=-2)
+        inverse = torch.cat([left, torch.cat([torch.zeros_like(below), below], dim=-2)], dim=-1)
+    return inverse.squeeze(-3)
 
 
 def summary(

@@ -136,7 +136,9 @@ def pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
     return torch.cat([rows, rows.new_zeros(count - len(rows), *rows.shape[1:])])
 
 
-def pack(boundary: torch.Tensor, correction: torch.Tensor | None, num_boundary: int, num_correction: int):
+def pack(
+    boundary: torch.Tensor, correction: torch.Tensor | None, num_boundary: int, num_correction: int
+) -> torch.Tensor:
     """One owner's message, head by head: [n, h, K, V], [m, h, K, K] -> [h, num_boundary*K*V + num_correction*K*K]."""
     columns = [pad_rows(boundary, num_boundary).transpose(0, 1).flatten(1)]
     if num_correction and correction is not None:
@@ -144,7 +146,9 @@ def pack(boundary: torch.Tensor, correction: torch.Tensor | None, num_boundary: 
     return torch.cat(columns, dim=1)
 
 
-def unpack(messages: torch.Tensor, num_boundary: int, num_correction: int, shape: torch.Size):
+def unpack(
+    messages: torch.Tensor, num_boundary: int, num_correction: int, shape: torch.Size
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Messages of P owners [P, h, row] -> boundary [P*num_boundary, h, K, V], correction [P*num_correction, h, K, K].
 
     shape: that of one state, (K, V). Row p*count+i belongs to part i of owner p.
@@ -173,14 +177,16 @@ class GatheredFold:
     ):
         self._kept_rows: list[int] = []
         emitted, received, interior = links.max_emitters, links.max_receivers, links.max_interior
-        self._forward = [
-            [Link(_at(a, emitted, a.emits), _at(a, interior, a.corrects), entry_row(b)) for a, b in pairwise(chain)]
-            for chain in links.chains
-        ]
-        self._backward = [
-            [Link(_at(b, received, b.receives), self._keep(b, interior), exit_row(a)) for b, a in pairwise(chain[::-1])]
-            for chain in _until_first(links.chains, exit_row)
-        ]
+
+        def ahead(a: Part, b: Part) -> Link:
+            return Link(sure(_at(a, emitted, a.emits)), _at(a, interior, a.corrects), entry_row(b))
+
+        def back(a: Part, b: Part) -> Link:
+            return Link(sure(_at(b, received, b.receives)), self._keep(b, interior), exit_row(a))
+
+        self._forward = [[ahead(a, b) for a, b in pairwise(chain)] for chain in links.chains]
+        reachable = _until_first(links.chains, exit_row)
+        self._backward = [[back(a, b) for b, a in pairwise(chain[::-1])] for chain in reachable]
         self._num_entries, self._num_exits = num_entries, num_exits
         self._prepared: dict[torch.device, tuple[ChainFold, ChainFold, torch.Tensor]] = {}
 
@@ -212,6 +218,12 @@ class GatheredFold:
 
 def _at(part: Part, count: int, place: int | None) -> int | None:
     return None if place is None else part.owner * count + place
+
+
+def sure(row: int | None) -> int:
+    """A row that the rules of chains say exists: all parts of a chain but the last emit, all but the first receive."""
+    assert row is not None
+    return row
 
 
 def _until_first(chains: Sequence[Sequence[Part]], wanted: Callable[[Part], int | None]) -> list[Sequence[Part]]:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.exchange.sharded import head_counts
 from flashqla_cp.parallel.plan import ShardPlan
+
+HeadTable = tuple[list[int], list[int]]
+Tensors = tuple[torch.Tensor, ...]
+Deal = Sequence[Sequence[int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -72,13 +77,24 @@ class Headwise:
         values = list(range(sum(counts[:owner]), sum(counts[: owner + 1])))
         return [value // ratio for value in values], values
 
-    def to_heads(self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]):
+    def to_heads(
+        self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]
+    ) -> Tensors:
         """tensors [local rows, heads, ...] -> [all rows, own heads, ...]. heads[i][p]: tensor i's for owner p."""
         return _ToHeads.apply(self.comm, rows, [_flat(per_owner) for per_owner in heads], *tensors)
 
-    def to_rows(self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]):
+    def to_rows(
+        self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]
+    ) -> Tensors:
         """The way back for tensors whose heads are each owned once."""
         return _ToRows.apply(self.comm, rows, [_flat(per_owner) for per_owner in heads], *tensors)
+
+    def together(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The same tensors, none of which is differentiated without the others.
+
+        Each came by a collective of its own; a rank whose loss reads only some of them must not leave out the rest.
+        """
+        return _Together.apply(*tensors)
 
     def traffic(
         self, num_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, dtype: torch.dtype
@@ -88,7 +104,7 @@ class Headwise:
         keys, values = self.owned_heads(num_heads, num_v_heads)
         rest = sum(self.tokens.counts) - local
 
-        def out(heads: Sequence[Sequence[int]]) -> int:
+        def out(heads: Deal) -> int:
             return (sum(map(len, heads)) - len(heads[rank])) * local
 
         item, gate = dtype.itemsize, max(4, dtype.itemsize)
@@ -108,10 +124,7 @@ class Headwise:
         }
 
 
-HeadTable = tuple[list[int], list[int]]
-
-
-def _flat(per_owner: Sequence[Sequence[int]]) -> HeadTable:
+def _flat(per_owner: Deal) -> HeadTable:
     return [head for heads in per_owner for head in heads], [len(heads) for heads in per_owner]
 
 
@@ -150,27 +163,38 @@ def _gather_heads(comm: Comm, rows: RowTable, heads: HeadTable, num_heads: int, 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, comm, rows, heads, *tensors):
+    def forward(ctx: Any, comm: Comm, rows: RowTable, heads: list[HeadTable], *tensors: torch.Tensor) -> Tensors:
         ctx.comm, ctx.rows, ctx.heads = comm, rows, heads
         ctx.num_heads = [x.shape[1] for x in tensors]
         return tuple(_gather_rows(comm, rows, table, x) for table, x in zip(heads, tensors, strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         swap = zip(ctx.heads, ctx.num_heads, grads, strict=True)
         return None, None, None, *(_gather_heads(ctx.comm, ctx.rows, table, n, x) for table, n, x in swap)
 
 
 class _ToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, comm, rows, heads, *tensors):
+    def forward(ctx: Any, comm: Comm, rows: RowTable, heads: list[HeadTable], *tensors: torch.Tensor) -> Tensors:
         ctx.comm, ctx.rows, ctx.heads = comm, rows, heads
         swap = zip(heads, tensors, strict=True)
         return tuple(_gather_heads(comm, rows, table, len(table[0]), x) for table, x in swap)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         swap = zip(ctx.heads, grads, strict=True)
         return None, None, None, *(_gather_rows(ctx.comm, ctx.rows, table, x) for table, x in swap)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *tensors):
+        return tuple(x.view_as(x) for x in tensors)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        return grads

@@ -30,12 +30,16 @@ from flashqla_cp.parallel.exchange.base import (
     PendingStates,
     Traffic,
     pack,
+    sure,
     unpack,
 )
 from flashqla_cp.parallel.exchange.scan import Scan
 from flashqla_cp.parallel.exchange.sharded import HeadRouter, head_counts
 
 GATHER_UP_TO_NODES = 8
+
+
+Columns = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +63,9 @@ class Sweep:
     first: torch.Tensor
     run_boundary: torch.Tensor
     run_correction: torch.Tensor
-    plain: tuple[torch.Tensor, torch.Tensor]
-    direct: tuple[torch.Tensor, torch.Tensor]
-    through: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    plain: Columns
+    direct: Columns
+    through: Columns
     num_out: int
 
     def compose(self, boundary: torch.Tensor, correction: torch.Tensor, *, adjoint: bool) -> torch.Tensor:
@@ -138,7 +142,7 @@ class _Sweeper:
         def rows(values: Sequence[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        def columns(table: Sequence[tuple[int, ...]], width: int) -> tuple[torch.Tensor, ...]:
+        def columns(table: Sequence[tuple[int, ...]], width: int) -> Columns:
             return tuple(rows([row[column] for row in table]) for column in range(width))
 
         return Sweep(
@@ -195,14 +199,14 @@ class Hierarchical(Exchange):
             receive = {p: self._row(p, links.max_receivers, p.receives) for p in run.fragments}
             ahead, behind = list(run.fragments), list(run.fragments[::-1])
             there.add(
-                [(emit[p], correction[p]) for p in ahead if p.emits is not None],
+                [(sure(emit[p]), correction[p]) for p in ahead if p.emits is not None],
                 [receive[p] for p in ahead],
                 part.receives,
                 part.emits is not None,
                 corrects,
             )
             back.add(
-                [(receive[p], correction[p]) for p in behind if p.receives is not None],
+                [(sure(receive[p]), correction[p]) for p in behind if p.receives is not None],
                 [emit[p] for p in behind],
                 part.emits,
                 part.receives is not None,

@@ -10,6 +10,7 @@ Numbers sent per part: at most (log2 n) * K * (K + V) + K * V forward and (log2 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -71,7 +72,7 @@ class Round:
         return Round(**moved, send_counts=self.send_counts, receive_counts=self.receive_counts, carries=self.carries)
 
 
-def _rows(values) -> torch.Tensor:
+def _rows(values: Iterable[int | None]) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int64)
 
 

@@ -5,6 +5,8 @@ Bytes per rank do not grow with P. The owner of a head keeps its corrections, so
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from flashqla_cp.parallel.comm import Comm, Peers
@@ -32,8 +34,8 @@ class HeadRouter:
     def __init__(self, comm: Comm | Peers):
         self.comm = comm
 
-    def scatter(self, message: torch.Tensor):
-        """Start: this rank's message [HV, row] -> every rank's message for the heads owned here, [P, h, row]."""
+    def scatter(self, message: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Start: this rank's message [HV, row] -> a wait for every rank's, for the heads owned here, [P, h, row]."""
         counts = head_counts(len(message), self.comm.world_size)
         mine = counts[self.comm.rank]
         pending = self.comm.all_to_all(message, counts, [mine] * self.comm.world_size)
