@@ -107,16 +107,19 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def start_from(out: Path, folder: Path | None) -> None:
+def start_from(out: Path, folder: Path | None) -> bool:
     """Make `folder` the newest checkpoint, so that no later resume picks up what an earlier run left beyond it.
 
-    None, or a folder elsewhere, leaves no newest one. Folders stay until a save or prune meets them.
+    None, or a folder elsewhere, leaves no newest one; returns whether there was one. Folders stay until a save or prune
+    meets them.
     """
     pointer = out / "checkpoints" / "latest"
     if folder is not None and pointer.parent.exists() and folder.resolve().parent == pointer.parent.resolve():
         _replace_text(pointer, folder.name)
-    else:
-        pointer.unlink(missing_ok=True)
+        return False
+    existed = pointer.exists()
+    pointer.unlink(missing_ok=True)
+    return existed
 
 
 def prune(out: Path, keep: int) -> None:

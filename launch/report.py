@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 # The first steps pay for allocation, compilation and cold files.
 WARM_UP_STEPS = 2
+# One step's loss says as much about its text as about the model.
+LAST_STEPS = 10
 
 
 def require_plotting() -> None:
@@ -95,8 +97,9 @@ class Report:
             print(f"plot: {self.out / 'loss.png'}")
         print(f"log: {self.log_path}")
         if rows:
-            first, last = rows[0], rows[-1]
-            print(f"loss: {first['loss']:.4f} at step {first['step']}, {last['loss']:.4f} at step {last['step']}")
+            last = rows[-LAST_STEPS:]
+            mean = sum(row["loss"] for row in last) / len(last)
+            print(f"loss: {rows[0]['loss']:.4f} at step {rows[0]['step']}, {mean:.4f} over the last {len(last)} steps")
         measured = self._seconds[WARM_UP_STEPS:] or self._seconds
         if measured:
             rate = self.tokens_per_step * len(measured) / sum(measured)
@@ -137,9 +140,10 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     FigureCanvasAgg(figure)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     upper.plot(steps, losses, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
-    upper.plot(steps, running_mean(losses), color="tab:blue", linewidth=2, label="running mean")
+    means = running_mean(losses)
+    upper.plot(steps, means, color="tab:blue", linewidth=2, label="running mean")
     upper.set_ylabel("loss (nats per byte)")
-    upper.set_title(f"{rows[-1]['tokens']:,} tokens, last loss {losses[-1]:.3f}")
+    upper.set_title(f"{rows[-1]['tokens']:,} tokens, running mean of the loss {means[-1]:.3f}")
     upper.grid(alpha=0.3)
     upper.legend()
     lower.plot(steps, [row["learning_rate"] for row in rows], color="tab:orange")

@@ -97,7 +97,8 @@ def train(
 ) -> int:
     """The training loop; returns the exit code."""
     if ranks.rank == 0:
-        checkpoints.start_from(args.out, prepared.resume)
+        if checkpoints.start_from(args.out, prepared.resume):
+            print(f"{args.out} holds an earlier run, which this one replaces (--resume would continue it)")
         print(describe(args, prepared, ranks, start), flush=True)
     report = Report(args.out, start, args.steps, args.batch_size * args.seq_len, silent=ranks.rank != 0)
     for step in range(start, args.steps):

@@ -101,11 +101,12 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_a_new_start_forgets_what_lies_beyond_it(tmp_path: Path) -> None:
     early, _ = save(tmp_path, 1), save(tmp_path, 2)
-    checkpoints.start_from(tmp_path, early)
+    assert not checkpoints.start_from(tmp_path, early)
     assert checkpoints.newest(tmp_path) == early
-    checkpoints.start_from(tmp_path, None)
+    assert checkpoints.start_from(tmp_path, None)
     assert checkpoints.newest(tmp_path) is None
-    checkpoints.start_from(tmp_path / "other", early)
+    assert not checkpoints.start_from(tmp_path, None)
+    assert not checkpoints.start_from(tmp_path / "other", early)
     assert checkpoints.newest(tmp_path / "other") is None
 
 
