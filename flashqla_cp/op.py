@@ -133,7 +133,7 @@ def _run_headwise(
     headwise: Headwise = context.headwise  # type: ignore[assignment]
     plan, device = context.plan, tensors[0].device
     keys, values = headwise.owned_heads(tensors[0].shape[1], tensors[2].shape[1])
-    local = headwise.to_heads(headwise.tokens, tensors, (keys, keys, values, values, values))
+    local = list(headwise.to_heads(headwise.tokens, tensors, (keys, keys, values, values, values)))
     if state is not None:
         rows = headwise.entry_rows
         own = torch.tensor(plan.entry_documents(context.rank), dtype=torch.int64, device=device)

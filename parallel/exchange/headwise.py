@@ -191,10 +191,10 @@ class _ToRows(torch.autograd.Function):
 
 class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *tensors):
+    def forward(ctx: Any, *tensors: torch.Tensor) -> Tensors:
         return tuple(x.view_as(x) for x in tensors)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
         return grads
