@@ -116,7 +116,9 @@ def run(args: argparse.Namespace) -> int:
 
 def verify_on_this_rank(rank: int, request: Request) -> Report:
     """Run the sharded step on every rank of the default group and compare it; the same report comes out on all."""
-    device = torch.device(request.device_type, torch.cuda.current_device() if request.device_type == "cuda" else None)
+    device = torch.device("cpu")
+    if request.device_type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
     dtype, case = DTYPES[request.dtype], request.case
     comm = Comm(None)
     offsets = torch.tensor(case.cu_seqlens, device=device)

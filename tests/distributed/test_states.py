@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashqla_cp.testing.cases import Case
+from flashqla_cp.testing.cases import STRATEGIES, Case
+from flashqla_cp.testing.metrics import relative_l2
 from flashqla_cp.testing.parity import (
     differentiate,
     op_oracle,
@@ -89,3 +90,54 @@ def test_final_state_alone_carries_gradients(make_context, add_up, device, op_un
     assert torch.count_nonzero(results["dq"]) == 0
     scores = score(results, run_whole(op_oracle, silent), [])
     assert all(s.whole <= 1e-10 for s in scores), scores
+
+
+@pytest.mark.parametrize("exchange", STRATEGIES)
+def test_ranks_may_use_different_outputs(
+    exchange: str, make_context, add_up, device, op_under_test, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last rank's loss is on its final states, the others' on their rows: no rank leaves out a collective."""
+    monkeypatch.setenv("FLASHQLA_CP_RANKS_PER_NODE", "2")
+    case = Case(id="", cu_seqlens=(0, 100, 230), states=True, gates="weak", exchange=exchange)
+    problem, context = op_problem(case, device=device), make_context(case)
+    on_states = context.rank == context.world_size - 1
+    local = shard_problem(problem, context)
+    leaves = {name: x.clone().requires_grad_() for name, x in {**local.tokens, **local.shared}.items()}
+    o, final_state = op_under_test(**leaves, **local.options, cp_context=context)
+    output, name = (final_state, "final_state") if on_states else (o, "o")
+    (output * local.upstream[name]).sum().backward()
+
+    last = context.plan.ranges[-1][0][0]
+    upstream = {name: x.clone() for name, x in problem.upstream.items()}
+    upstream["o"][:, last:] = 0
+    upstream["final_state"][0] = 0  # its document ends before the last rank
+    expected = run_whole(op_oracle, replace(problem, upstream=upstream))
+    for name in ("q", "k", "v", "g", "beta"):
+        assert relative_l2(context.unshard(leaves[name].grad), expected[f"d{name}"]) <= 1e-10, name
+    assert relative_l2(add_up(leaves["initial_state"].grad), expected["dinitial_state"]) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("states", "wanted"), [("in", "initial_state"), ("in", "v"), ("in", "initial_state and v"), ("out", "v")]
+)
+@pytest.mark.parametrize("exchange", STRATEGIES)
+def test_states_on_one_side_only(
+    exchange: str, states: str, wanted: str, make_context, add_up, device, op_under_test, monkeypatch
+) -> None:
+    """One value head, so that with headwise exchange some ranks have none; gradients of some arguments only."""
+    monkeypatch.setenv("FLASHQLA_CP_RANKS_PER_NODE", "2")
+    case = Case(id="", cu_seqlens=(0, 100, 230), num_v_heads=1, states=True, gates="weak", exchange=exchange)
+    problem, context = op_problem(case, device=device), make_context(case)
+    if states == "in":
+        problem = replace(problem, options={}, upstream={"o": problem.upstream["o"]})
+    else:
+        problem = replace(problem, shared={})
+    expected = run_whole(op_oracle, problem)
+    local = shard_problem(problem, context)
+    leaves = {name: x.clone().requires_grad_(name in wanted) for name, x in {**local.tokens, **local.shared}.items()}
+    outputs = op_under_test(**leaves, **local.options, cp_context=context)[: len(local.upstream)]
+    torch.autograd.backward(outputs, [local.upstream[name] for name in ("o", "final_state")[: len(outputs)]])
+    assert relative_l2(context.unshard(outputs[0].detach()), expected["o"]) <= 1e-10
+    for name in wanted.split(" and "):
+        whole = add_up(leaves[name].grad) if name in problem.shared else context.unshard(leaves[name].grad)
+        assert relative_l2(whole, expected[f"d{name}"]) <= 1e-10, name
