@@ -12,6 +12,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -131,8 +132,14 @@ def communication() -> dict[str, Any]:
         "gloo": dist.is_gloo_available(),
         "nccl": nccl,
         "nccl_version": _nccl_version() if nccl else None,
-        "mpirun": shutil.which("mpirun"),
+        "mpirun": _mpirun(),
     }
+
+
+def _mpirun() -> str | None:
+    # A wheel puts it beside the interpreter, which is on PATH only where the environment is activated.
+    beside = str(Path(sys.executable).parent)
+    return shutil.which("mpirun", path=os.pathsep.join([beside, os.environ.get("PATH", os.defpath)]))
 
 
 def _nccl_version() -> str | None:
