@@ -21,6 +21,15 @@ CUTS = {
     "interleaved": {"layout": "custom", "custom": "interleaved"},
     "per_document": {"layout": "zigzag_per_document"},
 }
+PADDED = Case(
+    id="",
+    cu_seqlens=(0, 30, 50, 150),
+    num_tokens=203,
+    states=True,
+    use_qk_l2norm_in_kernel=True,
+    use_gate_in_kernel=True,
+    use_beta_sigmoid_in_kernel=True,
+)
 CONTENTS = {"other": 0.25, "nan": float("nan"), "inf": float("inf")}
 
 
@@ -106,7 +115,7 @@ def test_the_padded_tail_is_exactly_zero(
     what: str, cut: str, content: str, make_context, add_up, device, op_under_test
 ) -> None:
     """Outputs and gradients of the tail are 0 and nothing else changes, parameters' gradients included."""
-    case = Case(id="", cu_seqlens=(0, 30, 50, 150), num_tokens=203, states=what == "op", **CUTS[cut])
+    case = replace(PADDED, **CUTS[cut])
     function, make = (op_under_test, op_problem) if what == "op" else (causal_conv1d, conv_problem)
     problem, context = make(case, device=device), make_context(case)
     changed = _fill(problem, slice(150, 203), None, CONTENTS[content])
@@ -114,3 +123,15 @@ def test_the_padded_tail_is_exactly_zero(
     _assert_same(before, after)
     for name in TOKEN_RESULTS & after.keys():
         assert torch.count_nonzero(after[name][:, 150:]) == 0, name
+
+
+@pytest.mark.parametrize("exchange", STRATEGIES)
+def test_every_exchange_leaves_the_tail_out(
+    exchange: str, make_context, add_up, device, op_under_test, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHQLA_CP_RANKS_PER_NODE", "2")
+    problem, context = op_problem(PADDED, device=device), make_context(PADDED, exchange=exchange)
+    changed = _fill(problem, slice(150, 203), None, float("nan"))
+    before, after = (run_sharded(op_under_test, x, context, add_up) for x in (problem, changed))
+    _assert_same(before, after)
+    assert all(torch.count_nonzero(after[name][:, 150:]) == 0 for name in TOKEN_RESULTS & after.keys())
