@@ -1,9 +1,10 @@
 """The stages of the op in order, forward and backward. Here (and in conv.py) kernels and ranks meet, nowhere else.
 
-    forward    gate_cumsum, solve, [summary, exchange], forward
-    backward   [summary_grad, exchange reversed], backward, reverse gate_cumsum
+    forward    gate_cumsum, solve, [summary, send states], prepare, [receive], forward
+    backward   [summary_grad, send gradients], prepare, replay, [receive], backward, reverse gate_cumsum
 
-The bracketed stages exist only where documents were cut. One autograd function holds the exchange in both directions,
+The bracketed stages exist only where documents were cut, and the exchange runs behind what stands between sending and
+receiving. One autograd function holds the exchange in both directions,
 so every rank that differentiates the op takes part in the same collectives.
 """
 
@@ -14,9 +15,8 @@ from typing import Any
 
 import torch
 
+from flashqla_cp.parallel.exchange.base import Arrived, PendingStates
 from flashqla_cp.program import Program
-
-Tensors = tuple[torch.Tensor, ...]
 
 
 class GatedDeltaRule(torch.autograd.Function):
@@ -43,17 +43,18 @@ class GatedDeltaRule(torch.autograd.Function):
             decay = stages.gate_cumsum(g, program.table)
             inverse = stages.solve(k, beta, decay, program.table)
             own = _own_entries(initial_state, program, v, k.shape[-1])
-            arrived, kept = _exchange_states(k, v, beta, decay, inverse, own, program, stages)
-            values = torch.cat([own, arrived])
-            entry = stages.EntryStates(values, program.entry_row)
-            o, exits = stages.forward(q, k, v, beta, decay, inverse, entry, program.table, scale)
+            pending = _send_states(k, v, beta, decay, inverse, own, program, stages)
+            prepared = stages.prepare(q, k, v, beta, decay, inverse, program.table)
+            arrived = pending.wait()
+            values = torch.cat([own, arrived.states])
+            o, exits = stages.forward(prepared, stages.EntryStates(values, program.entry_row), scale)
             final_state = own.new_zeros(program.num_documents, *own.shape[1:])
             final_state.index_copy_(0, program.exits[1], exits.index_select(0, program.exits[0]))
             if initial_state is not None:
                 final_state.index_copy_(0, program.empty, initial_state.index_select(0, program.empty))
         ctx.program, ctx.stages, ctx.scale = program, stages, scale
         ctx.has_initial = initial_state is not None
-        ctx.save_for_backward(q, k, v, beta, decay, inverse, values, *kept)
+        ctx.save_for_backward(q, k, v, beta, decay, inverse, values, *arrived.kept)
         return o, final_state
 
     @staticmethod
@@ -63,10 +64,11 @@ class GatedDeltaRule(torch.autograd.Function):
         program, stages, scale = ctx.program, ctx.stages, ctx.scale
         with torch.autocast(q.device.type, enabled=False):
             own = dfinal.index_select(0, program.exits[1])
-            arrived = _exchange_gradients(q, k, beta, decay, inverse, do, own, tuple(kept), program, stages, scale)
-            entry = stages.EntryStates(values, program.entry_row)
-            dexit = stages.EntryStates(torch.cat([own, arrived]), program.exit_row)
-            grads = stages.backward(q, k, v, beta, decay, inverse, entry, do, dexit, program.table, scale)
+            pending = _send_gradients(q, k, beta, decay, inverse, do, own, tuple(kept), program, stages, scale)
+            prepared = stages.prepare(q, k, v, beta, decay, inverse, program.table)
+            ahead = stages.replay(prepared, stages.EntryStates(values, program.entry_row))
+            dexit = stages.EntryStates(torch.cat([own, pending.wait().states]), program.exit_row)
+            grads = stages.backward(prepared, ahead, do, dexit, scale)
             dg = stages.gate_cumsum(grads.ddecay, program.table, reverse=True)
             dinitial = None
             if ctx.has_initial:
@@ -83,7 +85,7 @@ def _own_entries(initial: torch.Tensor | None, program: Program, v: torch.Tensor
     return v.new_zeros(program.entries.shape[1], v.shape[1], key_dim, v.shape[2])
 
 
-def _exchange_states(
+def _send_states(
     k: torch.Tensor,
     v: torch.Tensor,
     beta: torch.Tensor,
@@ -92,19 +94,18 @@ def _exchange_states(
     own: torch.Tensor,
     program: Program,
     stages: ModuleType,
-) -> tuple[torch.Tensor, Tensors]:
-    """States in front of the segments that go on with a document, and what the way back needs."""
+) -> PendingStates:
+    """Start to bring the states in front of the segments that go on with a document."""
     if program.exchange is None:
-        return own[:0], ()
+        return PendingStates(lambda: Arrived(own[:0]))
     emitters, interior = program.emitters, program.interior
     row = program.entry_row.index_select(0, emitters.index)
     known = stages.EntryStates(own, torch.where(row < len(own), row, -1))
     maps = stages.summary(k, v, beta, decay, inverse, known, emitters.table, interior.table)
-    arrived = program.exchange.forward(*maps).wait()
-    return arrived.states, arrived.kept
+    return program.exchange.forward(*maps)
 
 
-def _exchange_gradients(
+def _send_gradients(
     q: torch.Tensor,
     k: torch.Tensor,
     beta: torch.Tensor,
@@ -112,16 +113,16 @@ def _exchange_gradients(
     inverse: torch.Tensor,
     do: torch.Tensor,
     own: torch.Tensor,
-    kept: Tensors,
+    kept: tuple[torch.Tensor, ...],
     program: Program,
     stages: ModuleType,
     scale: float,
-) -> torch.Tensor:
-    """Gradients of the states behind the segments whose document goes on elsewhere."""
+) -> PendingStates:
+    """Start to bring the gradients of the states behind the segments whose document goes on elsewhere."""
     if program.exchange is None:
-        return own[:0]
+        return PendingStates(lambda: Arrived(own[:0]))
     receivers = program.receivers
     row = program.exit_row.index_select(0, receivers.index)
     known = stages.EntryStates(own, torch.where(row < len(own), row, -1))
     maps = stages.summary_grad(q, k, beta, decay, inverse, do, known, receivers.table, scale)
-    return program.exchange.backward(maps, kept).wait().states
+    return program.exchange.backward(maps, kept)

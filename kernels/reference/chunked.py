@@ -68,8 +68,8 @@ def gate_cumsum(g: torch.Tensor, table: ChunkTable, *, reverse: bool = False) ->
 
 def solve(k: torch.Tensor, beta: torch.Tensor, decay: torch.Tensor, table: ChunkTable) -> torch.Tensor:
     """The inverse (I + A)^-1 of every chunk, [T, HV, C]."""
-    chunk = _Chunks(k, beta, decay, table)
-    lower = chunk.similarity(chunk.k, diagonal=-1) * chunk.beta[..., None]
+    chunks = _Chunks(k, beta, decay, table)
+    lower = chunks.similarity(chunks.k, diagonal=-1) * chunks.beta[..., None]
     return table.scatter(_unit_lower_inverse(lower).transpose(1, 2))
 
 
@@ -108,33 +108,64 @@ def summary(
 
     -> boundary_state [segments of table, HV, K, V], final_correction [segments of corrected, HV, K, K].
     """
-    boundary = _run(_Chunks(k, beta, decay, table, inverse), v, entry, table).exits
+    chunks = _Chunks(k, beta, decay, table, inverse)
+    boundary = _run(chunks, chunks.written(chunks.heads(v)), entry).exits
     eye = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).repeat(1, v.shape[1], 1, 1)
     if not corrected.num_segments:
         return boundary, eye[:0]
     identity = EntryStates(eye, torch.zeros(corrected.num_segments, dtype=torch.int64, device=k.device))
-    correction = _run(_Chunks(k, beta, decay, corrected, inverse), None, identity, corrected).exits
-    return boundary, correction
+    return boundary, _run(_Chunks(k, beta, decay, corrected, inverse), None, identity).exits
 
 
-def forward(
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What a segment's chunks can compute before the state in front of it is known; see prepare."""
+
+    chunks: _Chunks
+    query: torch.Tensor
+    attention: torch.Tensor
+    value: torch.Tensor
+    written: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sweep:
+    """A recurrence over chunks: the states each chunk met and its values, and what comes out of every segment.
+
+    Forward: states in front of chunks, X. Backward: gradients of the states behind chunks, dX.
+    """
+
+    states: torch.Tensor
+    values: torch.Tensor
+    exits: torch.Tensor
+
+
+def prepare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     beta: torch.Tensor,
     decay: torch.Tensor,
     inverse: torch.Tensor,
-    entry: EntryStates,
     table: ChunkTable,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Prepared:
+    """The part of forward and backward that needs no entry state; an exchange of states hides behind it."""
+    chunks = _Chunks(k, beta, decay, table, inverse)
+    query, value = chunks.heads(q), chunks.heads(v)
+    return Prepared(chunks, query, chunks.similarity(query, diagonal=0), value, chunks.written(value))
+
+
+def replay(prepared: Prepared, entry: EntryStates) -> Sweep:
+    """The recurrence of the state from the entry states: what forward and backward both build on."""
+    return _run(prepared.chunks, prepared.written, entry)
+
+
+def forward(prepared: Prepared, entry: EntryStates, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [T, HV, V], zero where no segment reaches, and the exit states [segments, HV, K, V]."""
-    chunk = _Chunks(k, beta, decay, table, inverse)
-    query = chunk.heads(q)
-    sweep = _run(chunk, v, entry, table)
-    read = chunk.decay.exp()[..., None] * _key_times(query, sweep.states)
-    out = scale * (read + chunk.similarity(query, diagonal=0) @ sweep.values)
-    return table.scatter(out.transpose(1, 2)), sweep.exits
+    chunks, sweep = prepared.chunks, replay(prepared, entry)
+    read = chunks.decay.exp()[..., None] * _key_times(prepared.query, sweep.states)
+    out = scale * (read + prepared.attention @ sweep.values)
+    return chunks.table.scatter(out.transpose(1, 2)), sweep.exits
 
 
 def summary_grad(
@@ -149,35 +180,21 @@ def summary_grad(
     scale: float,
 ) -> torch.Tensor:
     """Gradient maps D [segments, HV, K, V] of the segments of `table`, run back from their exit gradients."""
-    chunk = _Chunks(k, beta, decay, table, inverse)
-    query = chunk.heads(q)
-    attention = chunk.similarity(query, diagonal=0)
-    return _run_back(chunk, query, attention, scale * chunk.heads(do), dexit, table).exits
+    chunks = _Chunks(k, beta, decay, table, inverse)
+    query = chunks.heads(q)
+    return _run_back(chunks, query, chunks.similarity(query, diagonal=0), scale * chunks.heads(do), dexit).exits
 
 
-def backward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    decay: torch.Tensor,
-    inverse: torch.Tensor,
-    entry: EntryStates,
-    do: torch.Tensor,
-    dexit: EntryStates,
-    table: ChunkTable,
-    scale: float,
-) -> Gradients:
-    """All gradients. do [T, HV, V]; dexit: gradients of the exit states. ddecay is the gradient of G."""
-    chunk = _Chunks(k, beta, decay, table, inverse)
-    key, query, dout = chunk.k, chunk.heads(q), scale * chunk.heads(do)
-    overlap, attention = chunk.similarity(key, diagonal=-1), chunk.similarity(query, diagonal=0)
-    ahead = _run(chunk, v, entry, table)
-    back = _run_back(chunk, query, attention, dout, dexit, table)
+def backward(prepared: Prepared, ahead: Sweep, do: torch.Tensor, dexit: EntryStates, scale: float) -> Gradients:
+    """All gradients. ahead: the replay; do [T, HV, V]; dexit: gradients of the exit states. ddecay is that of G."""
+    chunks, query, attention = prepared.chunks, prepared.query, prepared.attention
+    key, dout = chunks.k, scale * chunks.heads(do)
+    overlap = chunks.similarity(key, diagonal=-1)
+    back = _run_back(chunks, query, attention, dout, dexit)
     states, values, dstates = ahead.states, ahead.values, back.states
-    grow, fade, weight = chunk.decay.exp()[..., None], chunk.fade[..., None], chunk.beta[..., None]
+    grow, fade, weight = chunks.decay.exp()[..., None], chunks.fade[..., None], chunks.beta[..., None]
 
-    dright = chunk.inverse.mT @ back.values
+    dright = chunks.inverse.mT @ back.values
     recalled = grow * _key_times(key, states)
     drecalled = -weight * dright
     doverlap = -(dright @ values.mT).tril(-1)
@@ -185,20 +202,22 @@ def backward(
     read = grow * _key_times(query, states)
     carried = fade * _key_times(key, dstates)
 
-    dbeta = (dright * (chunk.heads(v) - recalled)).sum(-1) + (doverlap * overlap).sum(-1)
+    dbeta = (dright * (prepared.value - recalled)).sum(-1) + (doverlap * overlap).sum(-1)
     pull = doverlap * weight * overlap + dattention * attention
     leaving = (values * carried).sum(-1)
     ddecay = (drecalled * recalled + dout * read).sum(-1) + pull.sum(-1) - pull.sum(-2) - leaving
-    end = leaving.sum(-1) + chunk.last.exp() * (states * dstates).sum((-2, -1))
-    ddecay = ddecay.scatter_add(2, chunk.end, end[..., None])
+    end = leaving.sum(-1) + chunks.last.exp() * (states * dstates).sum((-2, -1))
+    ddecay = ddecay.scatter_add(2, chunks.end, end[..., None])
 
-    pairs = chunk.per_key_head(doverlap * weight * chunk.ratio(-1))
-    asked = chunk.per_key_head(dattention * chunk.ratio(0))
+    pairs = chunks.per_key_head(doverlap * weight * chunks.ratio(-1))
+    asked = chunks.per_key_head(dattention * chunks.ratio(0))
     dk = pairs @ key + pairs.mT @ key + asked.mT @ query
-    dk = dk + chunk.per_key_head((grow * drecalled) @ states.mT + (fade * values) @ dstates.mT)
-    dq = asked @ key + chunk.per_key_head((grow * dout) @ states.mT)
-    back_to_tokens = [table.scatter(x.transpose(1, 2)) for x in (dq, dk, weight * dright, dbeta, ddecay)]
-    return Gradients(*back_to_tokens, back.exits)
+    dk = dk + chunks.per_key_head((grow * drecalled) @ states.mT + (fade * values) @ dstates.mT)
+    dq = asked @ key + chunks.per_key_head((grow * dout) @ states.mT)
+    to_tokens = chunks.table.scatter
+    return Gradients(
+        *(to_tokens(x.transpose(1, 2)) for x in (dq, dk, weight * dright, dbeta, ddecay)), dentry=back.exits
+    )
 
 
 class _Chunks:
@@ -226,6 +245,10 @@ class _Chunks:
         """Token rows [T, heads, ...] -> chunks [N, heads, C, ...]."""
         return self.table.gather(x).transpose(1, 2).contiguous()
 
+    def written(self, value: torch.Tensor) -> torch.Tensor:
+        """T diag(beta) V, [N, HV, C, V]: the values when the state in front is zero. value [N, HV, C, V]."""
+        return (self.inverse * self.beta[..., None, :]) @ value
+
     @cached_property
     def erase(self) -> torch.Tensor:
         """W = T diag(beta exp G) K, [N, HV, C, K]: what the state in front contributes to the values, negated."""
@@ -248,66 +271,44 @@ class _Chunks:
         return x.unflatten(1, (self.k.shape[1], -1)).sum(2)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Sweep:
-    """A recurrence over chunks: the states each chunk met and its values, and what comes out of every segment.
-
-    Forward: states in front of chunks, X. Backward: gradients of the states behind chunks, dX.
-    """
-
-    states: torch.Tensor
-    values: torch.Tensor
-    exits: torch.Tensor
-
-
-def _run(chunk: _Chunks, v: torch.Tensor | None, entry: EntryStates, table: ChunkTable) -> _Sweep:
-    """The recurrence of the state; without v only what is remembered moves, S' = M S."""
-    erase = chunk.erase
-    write = None if v is None else (chunk.inverse * chunk.beta[..., None, :]) @ chunk.heads(v)
-    keep = chunk.last.exp()[..., None, None]
+def _run(chunks: _Chunks, written: torch.Tensor | None, entry: EntryStates) -> Sweep:
+    """The recurrence of the state; with nothing written only what is remembered moves, S' = M S."""
+    table, erase, keep = chunks.table, chunks.erase, chunks.last.exp()[..., None, None]
     state = entry.of(table.order)
     states, values, done = [], [], []
     for first, count in table.steps:
         rows = slice(first, first + count)
         done.append(state[count:])
         state = state[:count]
-        value = -(erase[rows] @ state) if write is None else write[rows] - erase[rows] @ state
+        value = -(erase[rows] @ state) if written is None else written[rows] - erase[rows] @ state
         states.append(state)
         values.append(value)
-        state = keep[rows] * state + _key_transposed_times(chunk.k[rows], chunk.fade[rows][..., None] * value)
+        state = keep[rows] * state + _key_transposed_times(chunks.k[rows], chunks.fade[rows][..., None] * value)
     exits = entry.of(torch.arange(table.num_segments, device=table.order.device))
     exits = exits.index_copy(0, table.order, torch.cat([state, *reversed(done)]))
-    return _Sweep(
-        _joined(states, exits), _joined(values, erase[..., :1].expand(*erase.shape[:3], exits.shape[-1])), exits
-    )
+    return Sweep(_joined(states, exits), _joined(values, exits[:, :, :1].expand(-1, -1, erase.shape[2], -1)), exits)
 
 
 def _run_back(
-    chunk: _Chunks,
-    query: torch.Tensor,
-    attention: torch.Tensor,
-    dout: torch.Tensor,
-    dexit: EntryStates,
-    table: ChunkTable,
-) -> _Sweep:
+    chunks: _Chunks, query: torch.Tensor, attention: torch.Tensor, dout: torch.Tensor, dexit: EntryStates
+) -> Sweep:
     """The recurrence of the state's gradient, from the last chunk of every segment to its first."""
-    erase = chunk.erase
+    table, erase, keep = chunks.table, chunks.erase, chunks.last.exp()[..., None, None]
     direct = attention.mT @ dout
-    read = _key_transposed_times(query, chunk.decay.exp()[..., None] * dout)
-    keep = chunk.last.exp()[..., None, None]
+    read = _key_transposed_times(query, chunks.decay.exp()[..., None] * dout)
     begin = dexit.of(table.order)
     state = begin[:0]
     states, values = [], []
     for first, count in reversed(table.steps):
         rows = slice(first, first + count)
         state = torch.cat([state, begin[len(state) : count]])
-        value = direct[rows] + chunk.fade[rows][..., None] * _key_times(chunk.k[rows], state)
+        value = direct[rows] + chunks.fade[rows][..., None] * _key_times(chunks.k[rows], state)
         states.append(state)
         values.append(value)
         state = keep[rows] * state + read[rows] - erase[rows].mT @ value
     exits = dexit.of(torch.arange(table.num_segments, device=table.order.device))
     exits = exits.index_copy(0, table.order, state)
-    return _Sweep(_joined(states[::-1], exits), _joined(values[::-1], direct), exits)
+    return Sweep(_joined(states[::-1], exits), _joined(values[::-1], direct), exits)
 
 
 def _joined(rows: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
