@@ -80,11 +80,23 @@ class Comm:
             group = dist.group.WORLD
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: expected a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"group: process {dist.get_rank()} is not a member of it")
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which torch.distributed keeps and not we: only then does destroy_process_group end its
+        threads, which else release tensors while the interpreter shuts down, and abort it.
+
+        Raises RuntimeError when it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise RuntimeError("cp_context: its process group has been destroyed; build a new context")
+        return group
 
     def all_gather(self, local: torch.Tensor) -> Pending:
         """Gather equal contiguous tensors: wait() returns [world_size, *local.shape]."""

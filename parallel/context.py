@@ -87,7 +87,7 @@ class CPContext:
         self, plan: ShardPlan, comm: Comm, exchange: str, conv1d_kernel_size: int | None, device: torch.device
     ):
         self.plan, self.comm, self.exchange = plan, comm, exchange
-        self.group, self.rank, self.world_size = comm.group, comm.rank, comm.world_size
+        self.rank, self.world_size = comm.rank, comm.world_size
         self.local_tokens = plan.local_tokens(comm.rank)
         self.num_documents = plan.num_documents
         self.headwise = Headwise(plan, comm) if exchange == "headwise" and comm.world_size > 1 else None
@@ -100,6 +100,11 @@ class CPContext:
         self.memo: dict[Any, Any] = {}
         if conv1d_kernel_size is not None:
             self.halo(conv1d_kernel_size)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group. Raises RuntimeError when it has been destroyed."""
+        return self.comm.group
 
     def halo(self, kernel_size: int) -> Halo:
         """Routes of the rows that a causal convolution over kernel_size tokens reads across cuts."""
