@@ -34,13 +34,15 @@ class Hop:
 class Round:
     """One round seen from one owner: rows it sends and receives, with counts per rank.
 
-    sources: own emitter rows to send. corrections: own interior rows that go with them, -1 for none. targets: own
-    emitter (or, in the last round, receiver) rows that the arrivals join. target_corrections: own interior rows that
-    apply to them. partial: which arrivals bring a correction. carries: whether rows of this round have one at all.
+    sources: own emitter rows to send. carriers: places among them that bring a correction, carried: its interior row.
+    targets: own emitter (or, in the last round, receiver) rows that the arrivals join. target_corrections: own interior
+    rows that apply to them, none in the last round. partial: places among the arrivals that bring a correction.
+    carries: whether rows of this round have room for one at all, alike on every rank.
     """
 
     sources: torch.Tensor
-    corrections: torch.Tensor
+    carriers: torch.Tensor
+    carried: torch.Tensor
     send_counts: list[int]
     targets: torch.Tensor
     target_corrections: torch.Tensor
@@ -54,11 +56,12 @@ class Round:
         received = sorted((hop for hop in hops if hop.target.owner == rank), key=lambda hop: hop.source.owner)
         return cls(
             _rows(hop.source.emits for hop in sent),
-            _rows(-1 if hop.whole else hop.source.corrects for hop in sent),
+            _rows(place for place, hop in enumerate(sent) if not hop.whole),
+            _rows(hop.source.corrects for hop in sent if not hop.whole),
             [sum(hop.target.owner == peer for hop in sent) for peer in range(world_size)],
             _rows((hop.target.receives if last else hop.target.emits) for hop in received),
-            _rows(-1 if last else hop.target.corrects for hop in received),
-            torch.tensor([not hop.whole for hop in received], dtype=torch.bool),
+            _rows(hop.target.corrects for hop in received if not last),
+            _rows(place for place, hop in enumerate(received) if not hop.whole),
             [sum(hop.source.owner == peer for hop in received) for peer in range(world_size)],
             any(not hop.whole for hop in hops),
         )
@@ -67,7 +70,7 @@ class Round:
         """The same round with its rows on a device."""
         moved = {
             name: getattr(self, name).to(device)
-            for name in ("sources", "corrections", "targets", "target_corrections", "partial")
+            for name in ("sources", "carriers", "carried", "targets", "target_corrections", "partial")
         }
         return Round(**moved, send_counts=self.send_counts, receive_counts=self.receive_counts, carries=self.carries)
 
@@ -116,20 +119,18 @@ class Scan(Exchange):
         for step in rounds:
             send = boundary.index_select(0, step.sources)
             if step.carries:
-                carried = correction.new_zeros(len(send), *correction.shape[1:])
-                has = step.corrections >= 0
-                carried[has] = correction[step.corrections[has]]
-                send = torch.cat([send, carried], dim=-1)
+                room = correction.new_zeros(len(send), *correction.shape[1:])
+                room.index_copy_(0, step.carriers, correction.index_select(0, step.carried))
+                send = torch.cat([send, room], dim=-1)
             arrived = self.comm.all_to_all(send, step.send_counts, step.receive_counts).wait()
             matrix = correction.index_select(0, step.target_corrections)
             kept.append(matrix)
             joined = affine(matrix, arrived[..., :value], boundary.index_select(0, step.targets))
             boundary = boundary.index_copy(0, step.targets, joined)
-            rows = step.target_corrections[step.partial]
-            if len(rows):
-                arriving = arrived[step.partial][..., value:]
-                product = affine(matrix[step.partial], arriving, torch.zeros_like(arriving))
-                correction = correction.index_copy(0, rows, product)
+            if len(step.partial):
+                own, arriving = matrix.index_select(0, step.partial), arrived.index_select(0, step.partial)[..., value:]
+                rows = step.target_corrections.index_select(0, step.partial)
+                correction = correction.index_copy(0, rows, affine(own, arriving, torch.zeros_like(arriving)))
         send = boundary.index_select(0, shift.sources)
         arrived = self.comm.all_to_all(send, shift.send_counts, shift.receive_counts).wait()
         states = arrived.new_empty(arrived.shape).index_copy(0, shift.targets, arrived)
