@@ -6,6 +6,7 @@ refused alike on every rank; what only one rank can see is refused there before 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,9 +21,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def as_tensor(value: Any, name: str) -> torch.Tensor:
     """A torch tensor, or anything with __dlpack__ taken over without a copy. Raises TypeError for the rest."""
     if isinstance(value, torch.Tensor):
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(value, DTensor):
+        tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and no DTensor exists before
+        if tensors is not None and isinstance(value, tensors.DTensor):
             raise TypeError(f"{name}: DTensor is not supported; pass its local shard, value.to_local()")
         return value
     if hasattr(value, "__dlpack__"):
