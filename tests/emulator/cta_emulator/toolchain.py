@@ -15,7 +15,7 @@ from flashqla_cp.kernels import settings
 from flashqla_cp.kernels.cache import Cache, content_key
 
 HERE = Path(__file__).parent
-RUNTIME_FLAGS = ["-std=c++17", "-O3", "-g1", "-fPIC", "-march=native", "-fno-math-errno"]
+RUNTIME_FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-g1", "-fPIC", "-march=native", "-fno-math-errno"]
 # The hooks of -fsanitize=thread report every access and -fsanitize=signed-integer-overflow every overflow; neither
 # sanitizer's library is linked, the runtime defines what they call. Locals start as a pattern, not as zeros. Contraction
 # is off so that a product and a sum round as the source says. Calls keep their own return addresses.

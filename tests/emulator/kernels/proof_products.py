@@ -65,6 +65,9 @@ def _product_sm100(spec: KernelSpec):
             T.mbarrier_wait_parity(done, 0)
             T.copy(sums, out)
             T.copy(out, C)
+            # One warp frees the tensor memory at the end: it must know that the others have read theirs.
+            T.tcgen05_before_thread_sync()
+            T.sync_threads()
 
     return product_ss
 
@@ -120,10 +123,15 @@ def build_product_tmem(spec: KernelSpec):
             T.copy(first, wide)
             T.copy(wide, half)
             T.copy(half, narrow)
+            T.tcgen05_before_thread_sync()
+            T.sync_threads()
+            T.tcgen05_after_thread_sync()
             T.tcgen05_gemm(narrow, d, second, clear_accum=True, mbar=done[1])
             T.mbarrier_wait_parity(done[1], 0)
             T.copy(second, wide)
             T.copy(wide, C)
+            T.tcgen05_before_thread_sync()
+            T.sync_threads()
 
     return product_tmem
 

@@ -147,17 +147,23 @@ def _products(family: str, arch: str, tensor_core: str) -> list[Proof]:
             )
         )
     else:
-        for m in (64, 128):
-            result.append(
-                Proof(
-                    spec=make_spec("proof_product_tmem", arch, dims={"M": m, "N": 64, "K": 64}),
-                    make=_tmem_inputs(m, 64, 64),
-                    expect=_expect_tmem,
-                    tolerance=1e-5 if m else 0,
-                    opcodes=("UTCHMMA", "LDTM", "STTM"),
-                    tag=f"m{m}",
-                )
-            )
+        result += [
+            Proof(
+                spec=make_spec("proof_product_tmem", arch, dims={"M": 128, "N": 64, "K": 64}),
+                make=_tmem_inputs(128, 64, 64),
+                expect=_expect_tmem,
+                tolerance=1e-5,
+                opcodes=("UTCHMMA", "LDTM", "STTM"),
+            ),
+            Proof(
+                spec=make_spec("proof_product_ss", arch, dims={"M": 64, "N": 64, "K": 128}),
+                make=_product_inputs(64, 64, 128),
+                expect=lambda a, b: [a.double() @ b.double().T],
+                tolerance=1e-5,
+                opcodes=opcodes,
+                tag="half-lanes",
+            ),
+        ]
     return result
 
 
@@ -175,7 +181,7 @@ def _copies(family: str, arch: str) -> list[Proof]:
     ]
     result.append(
         Proof(
-            spec=make_spec("proof_cp_async", arch, dims={"D": 128}),
+            spec=make_spec("proof_cp_async", arch, dims={"D": 128, "steps": 4}),
             make=_rows_inputs(200, 128, None),
             expect=lambda x: [x.double().sum(0)],
             tolerance=1e-5,

@@ -65,6 +65,47 @@ inline float2 fma2(float2 a, float2 b, float2 c) { return make_float2(fmaf(a.x, 
 inline float2 max2(float2 a, float2 b) { return make_float2(fmaxf(a.x, b.x), fmaxf(a.y, b.y)); }
 inline float2 min2(float2 a, float2 b) { return make_float2(fminf(a.x, b.x), fminf(a.y, b.y)); }
 inline float2 abs2(float2 a) { return make_float2(fabsf(a.x), fabsf(a.y)); }
+// Pairs of 16-bit numbers travel as uint1. One rounding per result: the operation itself is done in double.
+template <class T>
+T from_uint1(uint1 v) {
+  T out;
+  memcpy(&out, &v, 4);
+  return out;
+}
+template <class T>
+uint1 to_uint1(T v) {
+  uint1 out;
+  memcpy(&out, &v, 4);
+  return out;
+}
+inline uint1 pack_half2(bfloat16_t a, bfloat16_t b) { return make_uint1(emu_pack(a.bits, b.bits)); }
+inline uint1 pack_half2(half_t a, half_t b) { return make_uint1(emu_pack(a.bits, b.bits)); }
+inline double emu_wide(__nv_bfloat16 x) { return __bfloat162float(x); }
+inline double emu_wide(__half x) { return __half2float(x); }
+inline void emu_narrow(double x, __nv_bfloat16& out) { out = __double2bfloat16(x); }
+inline void emu_narrow(double x, __half& out) { out = __double2half(x); }
+#define EMU_PAIR_OPERATION(name, expression)                               \
+  template <class P>                                                       \
+  P name(P first, P second) {                                              \
+    P out;                                                                 \
+    auto one = [](double a, double b) { return expression; };              \
+    emu_narrow(one(emu_wide(first.x), emu_wide(second.x)), out.x);         \
+    emu_narrow(one(emu_wide(first.y), emu_wide(second.y)), out.y);         \
+    return out;                                                            \
+  }
+EMU_PAIR_OPERATION(add2, a + b)
+EMU_PAIR_OPERATION(sub2, a - b)
+EMU_PAIR_OPERATION(mul2, a * b)
+EMU_PAIR_OPERATION(max2, fmax(a, b))
+EMU_PAIR_OPERATION(min2, fmin(a, b))
+#undef EMU_PAIR_OPERATION
+template <class P>
+P fma2(P a, P b, P c) {
+  P out;
+  emu_narrow(fma(emu_wide(a.x), emu_wide(b.x), emu_wide(c.x)), out.x);
+  emu_narrow(fma(emu_wide(a.y), emu_wide(b.y), emu_wide(c.y)), out.y);
+  return out;
+}
 template <class T>
 T fast_max(T a, T b) {
   return a < b ? b : a;

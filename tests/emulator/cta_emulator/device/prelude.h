@@ -3,6 +3,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+#include <math_constants.h>
 
 #include <cmath>
 #include <cstdint>
@@ -54,6 +55,19 @@ inline float __frsqrt_rn(float x) { return 1.0f / sqrtf(x); }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float __int_as_float(int x) {
+  float f;
+  memcpy(&f, &x, 4);
+  return f;
+}
+inline int __float_as_int(float x) {
+  int i;
+  memcpy(&i, &x, 4);
+  return i;
+}
+inline float __uint_as_float(uint x) { return __int_as_float(int(x)); }
+inline uint __float_as_uint(float x) { return uint(__float_as_int(x)); }
+
 template <class T>
 T __ldg(const T* p) {
   return *p;

@@ -183,7 +183,8 @@ void check_tensor(const Access& who, int lane, int column, bool write, bool accu
 
 void check_tensor_free(const Access& who, int column, int count) {
   const auto ordered = [&](const Epoch& past) {
-    if (past.tick == 0 || past.agent == who.agent || past.agent == agent_of(Tcgen05, who.agent)) return;
+    const bool same_warp = past.agent < first_slot_agent() && warp_of(past.agent % num_threads) == warp_of(who.agent);
+    if (past.tick == 0 || same_warp) return;  // the free is a warp-wide instruction
     if (who.seen(HappensBefore, past.agent) < past.tick)
       report(Severity::Error, "tensor-memory", who.site, past.site,
              "freed while an access by %s is not ordered before the free", AgentName(past.agent).text);
