@@ -34,7 +34,7 @@ std::deque<int> ready;
 void* launcher_stack = nullptr;
 void (*kernel_entry)(void**);
 void** kernel_arguments;
-bool abandoned = false;
+bool abandoned = false, in_fiber = false;
 std::mt19937 generator;
 uintptr_t static_start, static_end;
 
@@ -135,6 +135,7 @@ void maybe_yield() {
 }
 
 void abandon_launch() {
+  if (!in_fiber) throw LaunchAbandoned();
   abandoned = true;
   leave_fiber();
   abort();
@@ -164,7 +165,9 @@ bool run_block(const unsigned shape[3], void (*entry)(void**), void** arguments)
     }
     current = &fibers[pick_ready()];
     threadIdx = uint3{current->index[0], current->index[1], current->index[2]};
+    in_fiber = true;
     emu_switch_stack(&launcher_stack, current->stack_pointer);
+    in_fiber = false;
     if (abandoned) return false;
     if (current->state == State::Done) alive--;
   }

@@ -62,7 +62,8 @@ void wake(int thread);
 void yield_to_others();              // and come back later
 void maybe_yield();                  // the same, sometimes, under the random schedule
 unsigned random_below(unsigned n);
-[[noreturn]] void abandon_launch();  // the state is beyond repair: return to the launcher
+struct LaunchAbandoned {};
+[[noreturn]] void abandon_launch();  // the state is beyond repair: back to the launcher, from a fiber or by exception
 
 // Runs every thread of one block to its end. False: deadlock, livelock or abandoned.
 bool run_block(const unsigned block_shape[3], void (*entry)(void**), void** arguments);

@@ -49,8 +49,12 @@ bool run_one_block(const EmuKernel& kernel, void** arguments, const LaunchShape&
   reset_warps();
   reset_wgmma();
   statistics.blocks++;
-  if (!run_block(shape.block, kernel.entry, arguments)) return false;
-  check_async_at_exit();
+  try {
+    if (!run_block(shape.block, kernel.entry, arguments)) return false;
+    check_async_at_exit();
+  } catch (const LaunchAbandoned&) {
+    return false;
+  }
   check_barriers_at_exit();
   check_wgmma_at_exit();
   check_tmem_at_exit();

@@ -33,11 +33,12 @@ struct Multiply : AsyncOp {
   int bytes() const { return operand_bytes(operand); }
   int k_extent() const { return 32 / bytes(); }
 
-  void check_shape() const {
+  bool shape_exists() const {
     const int M = shape.M, N = shape.N;
     const bool plain = (M == 64 && N % 8 == 0) || (M == 128 && N % 16 == 0);
     const bool split = (M == 32 || M == 64 || M == 128) && (N == 64 || N == 128 || N == 256);
-    if (N < 8 || N > 256 || !(warp_split ? split : plain))
+    const bool exists = N >= 8 && N <= 256 && (warp_split ? split : plain);
+    if (!exists)
       report(Severity::Error, "tcgen05", site, 0, "no such instruction shape: m%d n%d%s", M, N, warp_split ? " .ws" : "");
     if (shape.sum_format != 1) report(Severity::Error, "unsupported", site, 0, "tcgen05 sum format %d", shape.sum_format);
     if (shape.negates) report(Severity::Error, "unsupported", site, 0, "tcgen05 negated operands");
@@ -45,6 +46,7 @@ struct Multiply : AsyncOp {
     if (shape.a_format != expected || shape.b_format != expected)
       report(Severity::Error, "tcgen05", site, 0, "operand formats %d and %d do not fit the instruction kind",
              shape.a_format, shape.b_format);
+    return exists;
   }
 
   float shared_element(uint64_t descriptor, int mn, int k, bool mn_major) const {
@@ -76,7 +78,7 @@ struct Multiply : AsyncOp {
   }
 
   void run() override {
-    check_shape();
+    if (!shape_exists()) return;
     if (!a_in_tmem) check_descriptor(a);
     check_descriptor(b);
     const int M = shape.M, N = shape.N, k_count = k_extent();
@@ -236,7 +238,7 @@ void emu_tcgen05_copy(uint32_t address, uint32_t* registers, int count, int stor
 
 void emu_tcgen05_before_thread_sync() {
   if (!options.races) return;
-  for (auto& tick : current->clock.own[Tcgen05]) tick = current->tcgen05_tick;
+  current->clock.own[Tcgen05][HappensBefore] = current->tcgen05_tick;  // after_thread_sync raises the tensor-core order
   current->tcgen05_tick++;
 }
 
