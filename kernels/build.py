@@ -18,18 +18,20 @@ import json
 import logging
 import os
 import subprocess
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flashqla_cp.kernels import settings
+from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.cache import Cache, content_key
 from flashqla_cp.kernels.emitted import describe_kernels
 from flashqla_cp.kernels.spec import KernelSpec
-from flashqla_cp.kernels.workers import run_requests
+from flashqla_cp.kernels.workers import run_requests, serve
 
 FORMAT = 1  # of an entry; raise it when the files of an entry change
 TESTED_VERSIONS = {"tilelang": "0.1.15", "apache-tvm-ffi": "0.1.12"}
@@ -40,11 +42,13 @@ class Builder:
     """Where the text of a kernel is: "module:function", and the files besides that module that decide its code.
 
     The function takes a KernelSpec and returns a TileLang PrimFunc. pass_configs: TileLang pass options, sorted pairs.
+    rows: "module:function" that lists what to compile ahead, from an Arch and choices such as {"heads": [16, 32]}.
     """
 
     function: str
     sources: tuple[str, ...] = ()
     pass_configs: tuple[tuple[str, Any], ...] = ()
+    rows: str = ""
 
 
 _BUILDERS: dict[tuple[str, str], Builder] = {}
@@ -56,6 +60,7 @@ def register_builder(
     function: str,
     sources: Iterable[str | Path] = (),
     pass_configs: dict[str, Any] | None = None,
+    rows: str = "",
 ) -> None:
     """Enter the builder of a stage for a family of architectures.
 
@@ -66,6 +71,7 @@ def register_builder(
         function=function,
         sources=tuple(str(s) for s in sources),
         pass_configs=tuple(sorted((pass_configs or {}).items())),
+        rows=rows,
     )
     if _BUILDERS.setdefault((stage, family), builder) != builder:
         raise ValueError(
@@ -76,6 +82,16 @@ def register_builder(
 def registered() -> list[tuple[str, str]]:
     """Every (stage, family) that has a builder, sorted."""
     return sorted(_BUILDERS)
+
+
+def rows_to_compile(arch: Arch, choices: Mapping[str, Sequence[int]]) -> list[KernelSpec]:
+    """Every spec that the registered stages want compiled ahead for an architecture, without repeats."""
+    found: dict[KernelSpec, None] = {}
+    for (_, family), builder in sorted(_BUILDERS.items()):
+        if family == arch.family and builder.rows:
+            module, _, function = builder.rows.partition(":")
+            found |= dict.fromkeys(getattr(importlib.import_module(module), function)(arch, choices))
+    return list(found)
 
 
 def find_builder(spec: KernelSpec) -> Builder:
@@ -247,9 +263,22 @@ def build_all(
     if missing:
         check_toolchain()
         run_requests(
-            missing, jobs or settings.build_jobs(), lambda i, reply: finish(i, reply["compiled"], reply["error"])
+            missing,
+            jobs or settings.build_jobs(),
+            "flashqla_cp.kernels.build:serve_requests",
+            lambda index, reply: finish(index, reply["compiled"], reply["error"]),
         )
     return [results[index] for index in range(len(specs))]
+
+
+def serve_requests() -> None:
+    """Main function of a compiler process."""
+    with tempfile.TemporaryDirectory() as unused:
+        # The JIT's own caches are off: this one replaces them, and theirs would hide a change of the installed headers.
+        os.environ["TILELANG_DISABLE_CACHE"] = "1"
+        os.environ["TILELANG_CACHE_DIR"] = unused
+        os.environ["TILELANG_VERBOSE"] = "1"  # the only way to the output of ptxas
+        serve(compile_request)
 
 
 def compile_request(request: dict[str, Any]) -> bool:
@@ -272,10 +301,6 @@ class _CompilerLog(logging.Handler):
 def _compile_into(folder: Path, request: dict[str, Any]) -> None:
     """Trace, compile and write one entry."""
     started = time.monotonic()
-    # The JIT's own caches are off: this one replaces them, and theirs would hide a change of the installed headers.
-    os.environ["TILELANG_DISABLE_CACHE"] = "1"
-    os.environ["TILELANG_CACHE_DIR"] = str(folder.parent / f"tilelang-{os.getpid()}")
-    os.environ["TILELANG_VERBOSE"] = "1"  # the only way to the output of ptxas
     import tilelang
 
     spec = KernelSpec.from_dict(request["spec"])

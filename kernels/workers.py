@@ -20,13 +20,17 @@ Request = dict[str, Any]
 Reply = dict[str, Any]
 
 
-def run_requests(requests: dict[int, Request], jobs: int, on_reply: Callable[[int, Reply], None]) -> None:
-    """Have at most `jobs` processes answer all requests; on_reply(index, reply) is called from several threads."""
+def run_requests(requests: dict[int, Request], jobs: int, entry: str, on_reply: Callable[[int, Reply], None]) -> None:
+    """Have at most `jobs` processes answer all requests; on_reply(index, reply) is called from several threads.
+
+    Args:
+        entry: "module:function" that each process runs; it calls `serve`.
+    """
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in requests:
         waiting.put(index)
     threads = [
-        threading.Thread(target=_feed_one_process, args=(waiting, requests, on_reply), daemon=True)
+        threading.Thread(target=_feed_one_process, args=(waiting, requests, entry, on_reply), daemon=True)
         for _ in range(min(jobs, len(requests)))
     ]
     for thread in threads:
@@ -36,7 +40,7 @@ def run_requests(requests: dict[int, Request], jobs: int, on_reply: Callable[[in
 
 
 def _feed_one_process(
-    waiting: queue.SimpleQueue[int], requests: dict[int, Request], on_reply: Callable[[int, Reply], None]
+    waiting: queue.SimpleQueue[int], requests: dict[int, Request], entry: str, on_reply: Callable[[int, Reply], None]
 ) -> None:
     process = None
     while True:
@@ -45,7 +49,7 @@ def _feed_one_process(
         except queue.Empty:
             break
         if process is None or process.poll() is not None:  # one that died failed its own kernel only
-            process = _start_process()
+            process = _start_process(entry)
         on_reply(index, _ask(process, requests[index]))
     if process is not None:
         assert process.stdin is not None
@@ -53,8 +57,9 @@ def _feed_one_process(
         process.wait()
 
 
-def _start_process() -> subprocess.Popen[str]:
-    code = f"import sys; sys.path[:] = {sys.path!r}; from flashqla_cp.kernels.workers import serve; serve()"
+def _start_process(entry: str) -> subprocess.Popen[str]:
+    module, _, function = entry.partition(":")
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {function}; {function}()"
     return subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -71,16 +76,14 @@ def _ask(process: subprocess.Popen[str], request: Request) -> Reply:
     return {"error": f"the compiler process ended with code {process.wait()}", "compiled": False}
 
 
-def serve() -> None:
-    """Answer requests until standard input ends. Runs in the compiler process."""
-    from flashqla_cp.kernels.build import compile_request
-
+def serve(handle: Callable[[Request], bool]) -> None:
+    """Answer requests until standard input ends: `handle` says whether it compiled. Runs in the process."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever the JIT prints must not mix with the answers
     for line in sys.stdin:
         try:
-            reply = {"error": "", "compiled": compile_request(json.loads(line))}
-        except Exception:  # noqa: BLE001  the asking process raises it
+            reply = {"error": "", "compiled": handle(json.loads(line))}
+        except Exception:
             reply = {"error": traceback.format_exc(), "compiled": False}
         answers.write(json.dumps(reply) + "\n")
         answers.flush()

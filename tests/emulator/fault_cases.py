@@ -20,7 +20,9 @@ class Case:
     dynamic: int = 0
 
     def __post_init__(self) -> None:
-        assert self.body.count(self.old) == 1, f"{self.name}: the text to replace occurs {self.body.count(self.old)} times"
+        assert self.body.count(self.old) == 1, (
+            f"{self.name}: the text to replace occurs {self.body.count(self.old)} times"
+        )
 
     def _kernel(self, suffix: str, body: str) -> Handmade:
         return Handmade(name=self.name + suffix, body=body, threads=self.threads, dynamic=self.dynamic)

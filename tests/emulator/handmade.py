@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-
 from cta_emulator import EmulatedKernel, Report
 from cta_emulator.launch import load_sources
 

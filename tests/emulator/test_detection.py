@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from fault_cases import CASES
-from handmade import Handmade, HandmadeLibrary
-
 from cta_emulator import Finding, Report, Suppression, UnsupportedSourceError, Virtual
 from cta_emulator.launch import load_sources
+from fault_cases import CASES
+from handmade import Handmade, HandmadeLibrary
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +30,9 @@ def test_fault_is_reported(case, library):
     assert case.rule in rules, f"expected {case.rule}, found {rules}"
 
 
-@pytest.mark.parametrize("case", [c for c in CASES if c.rule in ("race", "missing-proxy-fence", "wgmma")], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.rule in ("race", "missing-proxy-fence", "wgmma")], ids=lambda c: c.name
+)
 def test_findings_point_to_source_lines(case, library):
     reports = [library.run(case.name + "_faulty", schedule=schedule) for schedule in ("eager", "lazy", "random")]
     report, finding = next((r, f) for r in reports for f in r.findings if f.rule == case.rule)

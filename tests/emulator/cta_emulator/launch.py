@@ -76,7 +76,9 @@ class EmulatedKernel:
         self._lib.emu_finding_site.restype = ctypes.c_uint
         self._lib.emu_statistic.restype = ctypes.c_long
         self._lib.emu_configure.argtypes = [ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_long]
-        symbols = subprocess.run(["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True).stdout
+        symbols = subprocess.run(
+            ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+        ).stdout
         entries = re.findall(r" T (__tvm_ffi_\w+)", symbols)
         self._entry = getattr(self._lib, next(e for e in entries if not e.startswith("__tvm_ffi__")))
 
@@ -153,7 +155,9 @@ class EmulatedKernel:
             sites = [s for s in (lib.emu_finding_site(i, 0), lib.emu_finding_site(i, 1)) if s]
             text = lib.emu_finding_text(i).decode()
             sites += [int(s, 16) for s in re.findall(r"\(site ([0-9a-f]+)\)", text)]
-            raw.append((lib.emu_finding_is_error(i), lib.emu_finding_rule(i).decode(), text, sites, lib.emu_finding_line(i)))
+            raw.append(
+                (lib.emu_finding_is_error(i), lib.emu_finding_rule(i).decode(), text, sites, lib.emu_finding_line(i))
+            )
         lines = self._lines({site for finding in raw for site in finding[3]})
         findings = []
         for is_error, rule, text, sites, line in raw:

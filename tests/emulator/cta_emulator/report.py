@@ -69,7 +69,9 @@ class Report:
         parts = [f"{self.kernel}: {self.error}"] if self.error else []
         for finding in self.findings:
             parts.append(f"{self.kernel}: {finding}")
-            parts += [f"    {number:5d} | {lines[number - 1].strip()}" for number in finding.lines if 0 < number <= len(lines)]
+            parts += [
+                f"    {number:5d} | {lines[number - 1].strip()}" for number in finding.lines if 0 < number <= len(lines)
+            ]
         return "\n".join(parts) or f"{self.kernel}: clean"
 
     def assert_clean(self, allow: Sequence[Suppression] = ()) -> None:

@@ -69,7 +69,12 @@ def _rewrite_static(body: str) -> tuple[str, int]:
 
     def place(match: re.Match[str]) -> str:
         nonlocal used
-        align, ctype, name, count = int(match.group(1) or 16), match.group(2).strip(), match.group(3), int(match.group(4))
+        align, ctype, name, count = (
+            int(match.group(1) or 16),
+            match.group(2).strip(),
+            match.group(3),
+            int(match.group(4)),
+        )
         if ctype not in ELEMENT_BYTES:
             raise UnsupportedSourceError(f"shared array of type {ctype!r}")
         start = -(-used // align) * align
@@ -128,7 +133,8 @@ def _entry_table(entries: list[KernelEntry]) -> str:
         unseen = '__attribute__((no_sanitize("thread")))'
         lines.append(f"{unseen} static void emu_enter_{entry.name}(void** arguments) {{ {entry.name}({arguments}); }}")
     rows = ", ".join(
-        f'{{"{e.name}", emu_enter_{e.name}, "{e.kinds}", {e.static_shared_bytes}, {int(e.uses_dynamic_shared)}}}' for e in entries
+        f'{{"{e.name}", emu_enter_{e.name}, "{e.kinds}", {e.static_shared_bytes}, {int(e.uses_dynamic_shared)}}}'
+        for e in entries
     )
     lines.append(f'extern "C" {{ extern const EmuKernel emu_kernels[] = {{ {rows} }}; }}')
     lines.append(f'extern "C" {{ extern const int emu_num_kernels = {len(entries)}; }}')

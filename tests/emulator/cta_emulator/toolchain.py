@@ -78,7 +78,15 @@ def runtime_objects() -> Path:
     def make(folder: Path) -> None:
         def compile_one(file: Path) -> None:
             _run(
-                [_compiler("g++"), *RUNTIME_FLAGS, f"-I{_cuda_include()}", "-c", str(file), "-o", str(folder / f"{file.stem}.o")]
+                [
+                    _compiler("g++"),
+                    *RUNTIME_FLAGS,
+                    f"-I{_cuda_include()}",
+                    "-c",
+                    str(file),
+                    "-o",
+                    str(folder / f"{file.stem}.o"),
+                ]
             )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -126,7 +134,19 @@ def kernel_library(rewritten: str, host_source: str) -> Path:
             stderr=subprocess.PIPE, text=True, env={**os.environ, "LC_ALL": "C.UTF-8"},
         )  # fmt: skip
         includes = [f"-I{_package('tilelang') / '3rdparty/tvm/include'}", f"-I{_package('tvm_ffi') / 'include'}"]
-        _run([_compiler("gcc"), "-O1", "-w", "-fPIC", *includes, "-c", str(folder / "host.c"), "-o", str(folder / "host.o")])
+        _run(
+            [
+                _compiler("gcc"),
+                "-O1",
+                "-w",
+                "-fPIC",
+                *includes,
+                "-c",
+                str(folder / "host.c"),
+                "-o",
+                str(folder / "host.o"),
+            ]
+        )
         errors = device.communicate()[1]
         if device.returncode:
             raise UnsupportedSourceError(f"the emulator does not have: {_name_what_is_missing(errors)}")

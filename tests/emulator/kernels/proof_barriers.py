@@ -1,6 +1,7 @@
 """Warps that meet at named barriers, reductions across warps, shuffles."""
 
 import tilelang.language as T
+
 from flashqla_cp.kernels.spec import KernelSpec
 
 HALF = 128

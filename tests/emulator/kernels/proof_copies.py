@@ -3,8 +3,9 @@
 T: run-time number of rows. D: columns.
 """
 
-import tilelang.layout
 import tilelang.language as T
+import tilelang.layout
+
 from flashqla_cp.kernels.spec import KernelSpec
 
 ROWS = 64

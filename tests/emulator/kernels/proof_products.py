@@ -5,6 +5,7 @@ between warps that meet at barriers.
 """
 
 import tilelang.language as T
+
 from flashqla_cp.kernels.spec import KernelSpec
 
 K_TILE = 64
@@ -77,7 +78,9 @@ def build_product_registers(spec: KernelSpec):
     M, N, K = spec.dim("M"), spec.dim("N"), spec.dim("K")
 
     @T.prim_func
-    def product_registers(A: T.Tensor((M, K), "bfloat16"), B: T.Tensor((N, K), "bfloat16"), C: T.Tensor((M, N), "float32")):
+    def product_registers(
+        A: T.Tensor((M, K), "bfloat16"), B: T.Tensor((N, K), "bfloat16"), C: T.Tensor((M, N), "float32")
+    ):
         with T.Kernel(1, threads=128) as _:
             a = T.alloc_shared((M, K), "bfloat16")
             b = T.alloc_shared((N, K), "bfloat16")

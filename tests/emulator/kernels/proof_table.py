@@ -25,7 +25,8 @@ class Proof:
     """One proof kernel on one architecture.
 
     make: seeded inputs, then outputs filled with NaN. expect: outputs from inputs, in float64 where it sums.
-    tolerance: 0 for bitwise equality, else relative L2. opcodes: by architecture family.
+    tolerance: against `expect`, 0 for bitwise equality, else relative L2. bitwise: hardware and emulator must agree bit for
+    bit (no tensor-core sums, no approximate functions). opcodes: that the machine code must hold.
     """
 
     spec: KernelSpec
@@ -33,6 +34,7 @@ class Proof:
     expect: Callable[..., list[torch.Tensor]]
     tolerance: float
     opcodes: tuple[str, ...] = ()
+    bitwise: bool = False
     tag: str = field(default="")
 
     @property
@@ -174,6 +176,7 @@ def _copies(family: str, arch: str) -> list[Proof]:
             make=_tail_inputs(150, columns),
             expect=lambda x: [-x],
             tolerance=0,
+            bitwise=True,
             opcodes=("UTMALDG", "UTMASTG"),
             tag=f"swizzle{swizzle}",
         )
@@ -185,6 +188,7 @@ def _copies(family: str, arch: str) -> list[Proof]:
             make=_rows_inputs(200, 128, None),
             expect=lambda x: [x.double().sum(0)],
             tolerance=1e-5,
+            bitwise=True,
             opcodes=("LDGSTS",),
         )
     )
@@ -195,6 +199,7 @@ def _copies(family: str, arch: str) -> list[Proof]:
                 make=_tail_inputs(64, 64),
                 expect=lambda x: [x.T.contiguous()],
                 tolerance=0,
+                bitwise=True,
                 opcodes=("STSM",),
             )
         )
@@ -208,6 +213,7 @@ def _barriers(arch: str) -> list[Proof]:
             make=_rows_inputs(9, 128, 9),
             expect=_expect_exchange,
             tolerance=0,
+            bitwise=True,
             opcodes=("BAR.ARV", "BAR.SYNC"),
         ),
         Proof(
