@@ -1,9 +1,9 @@
 """From KernelSpec to a loaded kernel: the table of builders, the compiler processes, the cache on disk.
 
 The only caller of the TileLang JIT. It does so in the processes of workers.py, so that a program that only loads
-finished kernels never traces one, and kernels compile side by side. A cache entry is keyed by
-what decides the code (the spec, the builder's sources, the versions of tilelang and apache-tvm-ffi) and not by the host,
-so that a cache made on one machine serves another.
+finished kernels never traces one, and kernels compile side by side. A cache entry is keyed by what decides the code
+(the spec, the builder's sources, the versions of tilelang and apache-tvm-ffi) and not by the host, so that a cache
+made on one machine serves another.
 
 Entry: library.so (host stub and cubin), device.cu, host.c, kernel.json (resources, sizes, versions).
 """

@@ -1,4 +1,4 @@
-"""Reads what the compiler left: launch sizes from the host stub, spills from the output of ptxas, resources from cubins."""
+"""Reads what the compiler left: launch sizes from the host stub, spills from the log of ptxas, the rest from cubins."""
 
 from __future__ import annotations
 

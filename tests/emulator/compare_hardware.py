@@ -1,8 +1,8 @@
 """Do the emulator and an H200 agree? Two steps, because a GPU host may be offline and without compilers.
 
     python tests/emulator/compare_hardware.py prepare runs/hardware
-        where tilelang and g++ are, no GPU needed: compiles the sm_90a proof kernels into runs/hardware/cache, runs them in
-        the emulator and saves inputs and outputs in runs/hardware/emulated.npz
+        where tilelang and g++ are, no GPU needed: compiles the sm_90a proof kernels into runs/hardware/cache, runs
+        them in the emulator and saves inputs and outputs in runs/hardware/emulated.npz
     python tests/emulator/compare_hardware.py run runs/hardware --out tests/emulator/results/h200.json
         on the GPU host: runs the same compiled kernels on the same inputs, compares, writes the results with versions
 

@@ -113,7 +113,8 @@ _WGMMA = """  for (int i = 0; i < 32; ++i) ((bfloat16_t*)buffer)[threadIdx.x * 3
   tl::initialize_wgmma_descriptor<1, 1, 64>(a, (bfloat16_t*)buffer);
   tl::initialize_wgmma_descriptor<1, 1, 64>(b, (bfloat16_t*)(buffer + 8192));
   tl::warpgroup_arrive();
-  tl::wgmma_ss<tl::DataType::kBFloat16, tl::DataType::kBFloat16, tl::DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
+  using tl::DataType;
+  tl::wgmma_ss<DataType::kBFloat16, DataType::kBFloat16, DataType::kFloat32, 64, 64, 16, false, false, 1, 1>(
       uint64_t(a), uint64_t(b), (uint32_t*)sums, true);
   tl::warpgroup_commit_batch();
   tl::warpgroup_wait<0>();
@@ -132,8 +133,9 @@ _TCGEN05 = """  __shared__ __align__(16) uint64_t done_mem[1];
     tl::Tcgen05SMemDescriptor a, b;
     tl::initialize_tcgen05_descriptor(a, (bfloat16_t*)buffer, 1, 64, 0, 0, 2);
     tl::initialize_tcgen05_descriptor(b, (bfloat16_t*)buffer, 1, 64, 0, 0, 2);
-    tl::tcgen05mma_ss<tl::DataType::kBFloat16, false>(uint64_t(a), uint64_t(b), columns[0], 0, 0x8100490u, 0, 0, 0, 0);
-    tl::tcgen05mma_ss<tl::DataType::kBFloat16, false>(uint64_t(a + 32), uint64_t(b + 32), columns[0], 1, 0x8100490u, 0, 0, 0, 0);
+    constexpr auto bf16 = tl::DataType::kBFloat16;
+    tl::tcgen05mma_ss<bf16, false>(uint64_t(a), uint64_t(b), columns[0], 0, 0x8100490u, 0, 0, 0, 0);
+    tl::tcgen05mma_ss<bf16, false>(uint64_t(a + 32), uint64_t(b + 32), columns[0], 1, 0x8100490u, 0, 0, 0, 0);
     tl::tcgen05_mma_arrive(&done[0]);
   }
   done[0].wait(0);
@@ -194,7 +196,7 @@ CASES: list[Case] = [
         ("load_bytes", "deadlock", "arrive_and_expect_tx(512)", "arrive_and_expect_tx(528)"),
         ("load_parity", "deadlock", "wait(i & 1)", "wait((i & 1) ^ (i == 2))"),
         ("load_init_fence", "mbarrier", "  tl::fence_barrier_init();\n", ""),
-        ("load_init_barrier", "mbarrier", "  tl::fence_barrier_init();\n  __syncthreads();\n", "  tl::fence_barrier_init();\n"),
+        ("load_init_barrier", "mbarrier", "_init();\n  __syncthreads();\n", "_init();\n"),
         ("load_source_bounds", "out-of-bounds", "out + i * 128", "out + i * 480"),
         ("load_past_block", "out-of-bounds", "tl::tma_load(buffer,", "tl::tma_load(buffer + 768,"),
     ], dynamic=1024),
@@ -253,7 +255,7 @@ CASES: list[Case] = [
         ("mma_format", "tcgen05", "columns[0], 1, 0x8100490u", "columns[0], 1, 0x8100410u"),
         ("mma_columns", "tensor-memory", "uint64_t(b), columns[0], 0", "uint64_t(b), columns[0] + 32, 0"),
         ("mma_leak", "tensor-memory", "  if (threadIdx.x < 32) tl::tmem_deallocate(&columns[0], 64);", ""),
-        ("mma_free_twice", "tensor-memory", "if (threadIdx.x < 32) tl::tmem_deallocate", "if (threadIdx.x < 64) tl::tmem_deallocate"),
+        ("mma_free_twice", "tensor-memory", "< 32) tl::tmem_deallocate", "< 64) tl::tmem_deallocate"),
         ("mma_free_early", "tensor-memory", "  tl::tcgen05_before_thread_sync();\n  __syncthreads();\n", ""),
         ("mma_free_unfenced", "tensor-memory", "  tl::tcgen05_before_thread_sync();\n", ""),
         ("mma_alloc_size", "tensor-memory", "tmem_allocate(&columns[0], 64)", "tmem_allocate(&columns[0], 48)"),
@@ -261,8 +263,9 @@ CASES: list[Case] = [
     *_cases(_TMEM_EXCHANGE, [
         ("tmem_before", "race", "x);\n  tl::tcgen05_before_thread_sync();", "x);"),
         ("tmem_after", "missing-tcgen05-fence", "  tl::tcgen05_after_thread_sync();\n", ""),
-        ("tmem_uninitialised", "uninitialised-read", "if (threadIdx.x < 128) tl::tcgen05_st", "if (threadIdx.x < 64) tl::tcgen05_st"),
-        ("tmem_lane", "tensor-memory", "ld_32dp32bNx<4, false>(columns[0], 0, x)", "ld_32dp32bNx<4, false>(columns[0] + (((threadIdx.x / 32 + 1) % 4) << 21), 0, x)"),
+        ("tmem_uninitialised", "uninitialised-read", "< 128) tl::tcgen05_st", "< 64) tl::tcgen05_st"),
+        ("tmem_lane", "tensor-memory", "tcgen05_ld_32dp32bNx<4, false>(columns[0],",
+         "tcgen05_ld_32dp32bNx<4, false>(columns[0] + (((threadIdx.x / 32 + 1) % 4) << 21),"),
     ], threads=256),
     *_cases(_PLAIN, [
         ("plain_uninitialised", "uninitialised-read", "if (threadIdx.x < 64) slots", "if (threadIdx.x < 63) slots"),

@@ -49,8 +49,8 @@ class Handmade:
     def source(self) -> str:
         """CUDA source of the kernel."""
         shared = "  extern __shared__ __align__(1024) uchar buffer[];\n" if self.dynamic else ""
-        head = f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) {self.name}(float* __restrict__ out, int n) {{\n'
-        return f"{head}{shared}{self.body}\n}}\n"
+        head = f'extern "C" __global__ void __launch_bounds__({self.threads}, 1) {self.name}'
+        return f"{head}(float* __restrict__ out, int n) {{\n{shared}{self.body}\n}}\n"
 
 
 class HandmadeLibrary:

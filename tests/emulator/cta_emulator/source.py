@@ -1,4 +1,4 @@
-"""Rewrites emitted CUDA source into host C++: shared-memory declarations, entry table. Line numbers stay as they were."""
+"""Rewrites emitted CUDA source into host C++: shared-memory declarations, entry table. Line numbers stay."""
 
 from __future__ import annotations
 

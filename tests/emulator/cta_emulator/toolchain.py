@@ -17,8 +17,8 @@ from flashqla_cp.kernels.cache import Cache, content_key
 HERE = Path(__file__).parent
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-g1", "-fPIC", "-march=native", "-fno-math-errno"]
 # The hooks of -fsanitize=thread report every access and -fsanitize=signed-integer-overflow every overflow; neither
-# sanitizer's library is linked, the runtime defines what they call. Locals start as a pattern, not as zeros. Contraction
-# is off so that a product and a sum round as the source says. Calls keep their own return addresses.
+# sanitizer's library is linked, the runtime defines what they call. Locals start as a pattern, not as zeros. No
+# contraction, so that a product and a sum round as the source says. Calls keep their own return addresses.
 KERNEL_FLAGS = [
     "-std=c++17", "-O2", "-g1", "-w", "-fPIC", "-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern",
     "-ffp-contract=off", "-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge",
@@ -98,12 +98,12 @@ def runtime_objects() -> Path:
 def _name_what_is_missing(stderr: str) -> str:
     """The identifier g++ complains about: an intrinsic the emulator does not have."""
     patterns = (
-        r"error: '?‘?([\w:]+)’?'? is not a member of ‘tl’",
-        r"error: ‘([\w:]+)’ is not a member of",
-        r"error: ‘([\w:]+)’ was not declared",
-        r"error: ‘.*?’ has no member named ‘(\w+)’",
+        r"error: '([\w:]+)' is not a member of 'tl'",
+        r"error: '([\w:]+)' is not a member of",
+        r"error: '([\w:]+)' was not declared",
+        r"error: '.*?' has no member named '(\w+)'",
         r"error: static assertion failed: (.*)",
-        r"no matching function for call to ‘([^’]*)’",
+        r"no matching function for call to '([^']*)'",
         r"error: (.*)",
     )
     for pattern in patterns:
@@ -131,7 +131,7 @@ def kernel_library(rewritten: str, host_source: str) -> Path:
                 _compiler("g++"), *KERNEL_FLAGS, f"-I{HERE / 'device'}", f"-I{_cuda_include()}",
                 "-c", str(folder / "kernel.cpp"), "-o", str(folder / "kernel.o"),
             ],
-            stderr=subprocess.PIPE, text=True, env={**os.environ, "LC_ALL": "C.UTF-8"},
+            stderr=subprocess.PIPE, text=True, env={**os.environ, "LC_ALL": "C"},
         )  # fmt: skip
         includes = [f"-I{_package('tilelang') / '3rdparty/tvm/include'}", f"-I{_package('tvm_ffi') / 'include'}"]
         _run(

@@ -17,7 +17,7 @@ _SWIZZLES = {
 
 
 def build_tma_tail(spec: KernelSpec):
-    """Rows by TMA to shared memory and back to the same place, the last tile partly outside. Swizzle span: dim "swizzle"."""
+    """Rows by TMA to shared memory, negated, and back; the last tile partly outside. Dim "swizzle": span in bytes."""
     D, swizzle = spec.dim("D"), spec.dim("swizzle")
     rows = T.dynamic("rows")
 

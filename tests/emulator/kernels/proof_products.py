@@ -74,7 +74,7 @@ def _product_sm100(spec: KernelSpec):
 
 
 def build_product_registers(spec: KernelSpec):
-    """A from registers (sm_90a, wgmma) after a scaling there: the exchange of wgmma fragments and ordinary registers."""
+    """A from registers (sm_90a, wgmma), scaled there first."""
     M, N, K = spec.dim("M"), spec.dim("N"), spec.dim("K")
 
     @T.prim_func

@@ -25,8 +25,8 @@ class Proof:
     """One proof kernel on one architecture.
 
     make: seeded inputs, then outputs filled with NaN. expect: outputs from inputs, in float64 where it sums.
-    tolerance: against `expect`, 0 for bitwise equality, else relative L2. bitwise: hardware and emulator must agree bit for
-    bit (no tensor-core sums, no approximate functions). opcodes: that the machine code must hold.
+    tolerance: against `expect`, 0 for bitwise equality, else relative L2. bitwise: hardware and emulator must agree
+    bit for bit (no tensor-core sums, no approximate functions). opcodes: that the machine code must hold.
     """
 
     spec: KernelSpec
