@@ -35,13 +35,13 @@ def refuse_if_shared(path: Path) -> None:
     status = path.stat()
     if status.st_uid not in (os.geteuid(), 0):
         raise RuntimeError(
-            f"kernel cache {path} belongs to user {status.st_uid}, not to you ({os.geteuid()}), and code in it would be "
-            "run; set FLASHQLA_CP_CACHE to a folder of your own"
+            f"kernel cache {path} belongs to user {status.st_uid}, not to you ({os.geteuid()}), and code in it would "
+            "be run; set FLASHQLA_CP_CACHE to a folder of your own"
         )
     if status.st_mode & WRITABLE_BY_OTHERS:
         raise RuntimeError(
-            f"kernel cache {path} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}), and code in it "
-            f"would be run; make it private (chmod go-w {path}) if you trust what it holds, or set FLASHQLA_CP_CACHE"
+            f"kernel cache {path} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}), and code in "
+            f"it would be run; make it private (chmod go-w {path}) if you trust what it holds, or set FLASHQLA_CP_CACHE"
         )
 
 
