@@ -118,7 +118,8 @@ def scratch_builder(tmp_path, monkeypatch):
         "def broken(spec):\n    raise ValueError('no such tile')\n"
         "def dying(spec):\n    import os\n    os._exit(5)\n"
         "def rows(arch, choices):\n"
-        "    return [make_spec('scratch_' + kind, arch, {'D': d}) for kind in ('broken', 'dying') for d in choices['head_dim']]\n"
+        "    kinds = ('broken', 'dying')\n"
+        "    return [make_spec('scratch_' + k, arch, {'D': d}) for k in kinds for d in choices['head_dim']]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(build_module, "_BUILDERS", {})

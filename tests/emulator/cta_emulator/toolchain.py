@@ -16,13 +16,13 @@ from flashqla_cp.kernels.cache import Cache, content_key
 
 HERE = Path(__file__).parent
 RUNTIME_FLAGS = ["-std=c++17", "-O2", "-ftree-vectorize", "-g1", "-fPIC", "-march=native", "-fno-math-errno"]
-# The hooks of -fsanitize=thread report every access and -fsanitize=signed-integer-overflow every overflow; neither
-# sanitizer's library is linked, the runtime defines what they call. Locals start as a pattern, not as zeros. No
+# The hooks of -fsanitize=thread report every access, signed-integer-overflow every overflow, object-size what leaves a
+# local array. No sanitizer's library is linked: the runtime defines what they call. Locals start as a pattern. No
 # contraction, so that a product and a sum round as the source says. Calls keep their own return addresses.
 KERNEL_FLAGS = [
     "-std=c++17", "-O2", "-g1", "-w", "-fPIC", "-fno-strict-aliasing", "-ftrivial-auto-var-init=pattern",
     "-ffp-contract=off", "-fno-optimize-sibling-calls", "-fno-crossjumping", "-fno-tree-tail-merge",
-    "-fsanitize=thread,signed-integer-overflow", "-fsanitize-recover=all",
+    "-fsanitize=thread,signed-integer-overflow,object-size", "-fsanitize-recover=all",
     "--param=tsan-instrument-func-entry-exit=0", "-fno-exceptions",
 ]  # fmt: skip
 

@@ -15,6 +15,7 @@ from flashqla_cp.kernels.build import register_builder, registered
 from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 HERE = Path(__file__).parent
+PRODUCTS = 6  # about one chunk of a forward pass
 BOTH = ("sm90", "sm100")
 ARCH_OF = {"sm90": "sm_90a", "sm100": "sm_100a"}
 NO_TMA = {"tl.disable_tma_lower": True, "tl.disable_warp_specialized": True}
@@ -62,6 +63,7 @@ def _register() -> None:
         ("proof_transpose", "proof_copies:build_transpose", ("sm90",), None),
         ("proof_exchange", "proof_barriers:build_exchange", BOTH, None),
         ("proof_row_reduce", "proof_barriers:build_row_reduce", BOTH, None),
+        ("proof_chunk_work", "proof_work:build_chunk_work", ("sm90",), None),
     ]
     for stage, function, families, pass_configs in table:
         for family in families:
@@ -97,6 +99,24 @@ def _tmem_inputs(m: int, n: int, k: int):
 
 def _expect_tmem(a, b, d):
     return [(a.double() @ b.double().T).bfloat16().double() @ d.double()]
+
+
+def _work_inputs(rows: int, columns: int):
+    def make(generator: torch.Generator):
+        turn = torch.linalg.qr(
+            torch.randn(columns, columns, generator=generator)
+        ).Q  # keeps the size of what it acts on
+        return [_normal(generator, rows, columns), turn.bfloat16().contiguous()], [
+            _nan(rows, columns, dtype=torch.bfloat16)
+        ]
+
+    return make
+
+
+def _expect_work(x, w):
+    for _ in range(PRODUCTS):
+        x = (x.double() @ w.double()).bfloat16()
+    return [x]
 
 
 def _expect_exchange(x):
@@ -139,6 +159,15 @@ def _products(family: str, arch: str, tensor_core: str) -> list[Proof]:
         ),
     ]
     if family == "sm90":
+        result.append(
+            Proof(
+                spec=make_spec("proof_chunk_work", arch, dims={"D": 128, "products": PRODUCTS}),
+                make=_work_inputs(128, 128),
+                expect=_expect_work,
+                tolerance=1e-3,
+                opcodes=("HGMMA",),
+            )
+        )
         result.append(
             Proof(
                 spec=make_spec("proof_product_registers", arch, dims={"M": 64, "N": 64, "K": 64}),

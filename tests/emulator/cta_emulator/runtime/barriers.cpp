@@ -22,6 +22,8 @@ struct Mbarrier {
   int init_thread = 0;
   Tick init_tick = 0;
   bool init_fenced = false;
+  bool phase_has_bytes = false;
+  bool bytes_unseen[2] = {false, false};  // by parity: a phase with bytes that no thread has waited for
 };
 std::map<unsigned, Mbarrier> mbarriers;
 
@@ -46,6 +48,8 @@ void complete_if_done(Mbarrier& barrier, unsigned offset, Site site) {
            barrier.count, offset);
   if (barrier.pending > 0 || barrier.bytes != 0) return;
   if (options.races) barrier.completed[barrier.phase & 1] = barrier.gathered.take();
+  barrier.bytes_unseen[barrier.phase & 1] = barrier.phase_has_bytes;
+  barrier.phase_has_bytes = false;
   barrier.phase++;
   barrier.pending = barrier.count;
   std::vector<int> woken;
@@ -74,6 +78,7 @@ Mbarrier& mbarrier_for_thread(const void* p, unsigned& offset, Site site) {
 bool phase_done(const Mbarrier& barrier, uint32_t parity) { return (barrier.phase & 1) != parity; }
 
 void acquire_phase(Mbarrier& barrier, uint32_t parity) {
+  barrier.bytes_unseen[parity] = false;
   if (options.races && barrier.completed[parity]) current->clock.acquire(barrier.completed[parity]);
 }
 
@@ -142,6 +147,9 @@ void check_barriers_at_exit() {
     if (barrier.bytes)
       report(Severity::Error, "mbarrier", 0, 0, "mbarrier at shared offset %u ends with %ld bytes outstanding", offset,
              barrier.bytes);
+    if (barrier.bytes_unseen[0] || barrier.bytes_unseen[1])
+      report(Severity::Error, "in-flight", 0, 0, "nobody waited for the last bytes of the mbarrier at shared offset %u",
+             offset);
     if (barrier.pending != barrier.count)
       report(Severity::Warning, "mbarrier", 0, 0, "mbarrier at shared offset %u ends within a phase (%d of %d arrivals left)",
              offset, barrier.pending, barrier.count);
@@ -178,6 +186,7 @@ void check_mbarrier_for_async(unsigned offset, Site site) {
 void complete_bytes(unsigned offset, unsigned bytes, int slot_agent, Tick tick) {
   Mbarrier& barrier = find_mbarrier(offset, 0);
   barrier.bytes -= bytes;
+  barrier.phase_has_bytes = true;
   if (options.races) barrier.gathered.add_slot(slot_agent, tick, true);
   complete_if_done(barrier, offset, 0);
 }
