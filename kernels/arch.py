@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -48,7 +48,12 @@ class Arch:
         return {"kind": "cuda", "arch": self.name}
 
 
-_TCGEN05 = {"family": "sm100", "mma": "tcgen05", "accumulator": "tensor_memory", "tensor_memory_columns": 512}
+_TCGEN05: dict[str, Any] = {
+    "family": "sm100",
+    "mma": "tcgen05",
+    "accumulator": "tensor_memory",
+    "tensor_memory_columns": 512,
+}
 
 ARCHES: dict[str, Arch] = {
     arch.name: arch
