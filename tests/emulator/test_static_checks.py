@@ -6,7 +6,7 @@ import pytest
 import static_checks
 from proof_table import proofs
 
-from flashqla_cp.kernels.build import CompiledKernel
+from flashqla_cp.kernels.build import CompiledKernel, build
 from flashqla_cp.kernels.cubin import extract_cubins, read_resources
 from flashqla_cp.kernels.spec import make_spec
 
@@ -26,6 +26,14 @@ def test_proof_kernels_have_no_faults(name, compiled):
 def test_machine_code_holds_the_expected_opcodes(name, compiled):
     missing = set(PROOFS[name].opcodes) - static_checks.opcodes(compiled[name])
     assert not missing
+
+
+@needs_disassembler
+def test_sm_103a_gets_the_same_schedules():
+    """The architecture without proof kernels of its own compiles the family's."""
+    kernel = build(make_spec("proof_product_ss", "sm_103a", {"M": 128, "N": 64, "K": 320}))
+    assert static_checks.all_faults(kernel) == []
+    assert {"UTCHMMA", "LDTM", "UTMALDG"} <= static_checks.opcodes(kernel)
 
 
 def test_resources_come_from_the_cubin(compiled):
