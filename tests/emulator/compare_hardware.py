@@ -16,6 +16,7 @@ import argparse
 import importlib.metadata
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -100,16 +101,19 @@ def _run_one(proof: Proof, kernel: CompiledKernel, saved: Any) -> dict[str, Any]
     }
 
 
+def _driver() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return "unknown"
+    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    return lines[0] if lines else "unknown"
+
+
 def _versions() -> dict[str, str]:
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     return {
         "gpu": torch.cuda.get_device_name(),
-        "driver": driver.stdout.strip().splitlines()[0] if driver.stdout.strip() else "unknown",
+        "driver": _driver(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),

@@ -21,7 +21,7 @@ def test_agreement_is_bitwise_or_close():
     assert not compare_hardware.compare_outputs(x * float("nan"), x, bitwise=False)["agrees"]
 
 
-def test_inputs_survive_the_file(tmp_path, compiled):
+def test_inputs_survive_the_file():
     """bfloat16 travels as bits; everything else as it is."""
     for proof in proofs():
         for tensor in proof.make(torch.Generator().manual_seed(compare_hardware.SEED))[0]:
