@@ -47,6 +47,13 @@ def test_new_row_counts_need_no_new_kernel(rows, emulated):
     assert torch.equal(y, -x)
 
 
+def test_empty_grid_is_refused_as_on_the_device(emulated):
+    x = torch.zeros(0, 256)
+    report = emulated("proof_row_reduce-sm_90a")(x, x.clone())
+    assert not report.finished and report.rules() == {"launch"}
+    emulated("proof_row_reduce-sm_90a")(torch.zeros(1, 256), torch.zeros(1, 256)).assert_clean()
+
+
 def test_host_stub_refuses_wrong_shapes(emulated):
     x = torch.zeros(8, 32).bfloat16()
     report = emulated("proof_tma_tail-swizzle128-sm_90a")(x, x.clone())

@@ -91,8 +91,8 @@ int launch_kernel(const EmuKernel& kernel, FfiValue* a, int count) {
   LaunchShape shape{{1, 1, 1}, {1, 1, 1}, 0};
   for (int i = 0; i < grid_extents; i++) {
     const int64_t extent = a[parameters + i].integer;
-    if (extent < 0 || extent > (i ? 65535 : INT32_MAX)) {
-      report(Severity::Error, "launch", 0, 0, "grid extent %d is %ld", i, long(extent));
+    if (extent < 1 || extent > (i ? 65535 : INT32_MAX)) {
+      report(Severity::Error, "launch", 0, 0, "grid extent %d is %ld: the device's runtime refuses it", i, long(extent));
       return -1;
     }
     shape.grid[i] = unsigned(extent);
