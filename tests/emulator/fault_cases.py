@@ -55,6 +55,18 @@ _BULK_STORE = """  ((float*)buffer)[threadIdx.x] = 1.0f;
     tl::tma_store_wait<0>();
   }"""
 
+_STORE_REUSE = """  for (int i = 0; i < 2; ++i) {
+    ((float*)buffer)[threadIdx.x] = (float)i;
+    tl::fence_proxy_async();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      tl::tma_store(out + i * 128, buffer, 512);
+      tl::tma_store_arrive();
+      tl::tma_store_wait<0>();
+    }
+    __syncthreads();
+  }"""
+
 _BULK_LOAD = """  __shared__ __align__(16) uint64_t full_mem[1];
   auto full = reinterpret_cast<Barrier*>(full_mem);
   if (threadIdx.x == 0) full[0].init(1);
@@ -190,6 +202,14 @@ CASES: list[Case] = [
         ("store_bounds", "out-of-bounds", "tma_store(out,", "tma_store(out + 1000,"),
         ("store_address", "tma", "tma_store(out, buffer,", "tma_store(out, buffer + 8,"),
     ], dynamic=1024),
+    *_cases(_STORE_REUSE, [
+        ("reuse_wait", "race", "tma_store_wait<0>", "tma_store_wait<1>"),
+        ("reuse_barrier", "race", "    }\n    __syncthreads();\n  }", "    }\n  }"),
+    ], dynamic=1024),
+    *_cases(_MBARRIER.replace("ready[0].wait(0);", "while (!ready[0].try_wait(0)) {\n  }"), [
+        ("poll_count", "deadlock", "init(128)", "init(129)"),
+        ("poll_parity", "race", "try_wait(0)", "try_wait(1)"),
+    ]),
     *_cases(_BULK_LOAD, [
         ("load_reuse", "race", "    __syncthreads();\n    out", "    out"),
         ("load_wait", "race", "    full[0].wait(i & 1);\n", ""),

@@ -62,6 +62,7 @@ bool run_async_step() {
   }
   op->run();
   op->done = true;
+  progress++;
   if (fibers[op->owner].waits_for_bulk) wake(op->owner);
   return true;
 }

@@ -37,6 +37,7 @@ struct NamedBarrier {
 std::map<int, NamedBarrier> named_barriers;
 
 void release_into(Gathered& gathered) {
+  progress++;
   if (!options.races) return;
   gathered.add(current->clock);
   current->clock.advance();
@@ -80,6 +81,17 @@ bool phase_done(const Mbarrier& barrier, uint32_t parity) { return (barrier.phas
 void acquire_phase(Mbarrier& barrier, uint32_t parity) {
   barrier.bytes_unseen[parity] = false;
   if (options.races && barrier.completed[parity]) current->clock.acquire(barrier.completed[parity]);
+}
+
+// Many polls in a row during which nothing happened at all: the loop can never end.
+void count_fruitless_poll(unsigned offset, Site site) {
+  static long last_progress = -1, fruitless = 0;
+  fruitless = progress == last_progress ? fruitless + 1 : 0;
+  last_progress = progress;
+  if (fruitless < 64L * num_threads) return;
+  report(Severity::Error, "deadlock", site, 0, "polling the mbarrier at shared offset %u without any progress", offset);
+  describe_barriers();
+  abandon_launch();
 }
 
 void check_parity(uint32_t parity, Site site) {
@@ -249,6 +261,7 @@ bool emu_mbarrier_test(void* p, uint32_t parity) {
   Mbarrier& barrier = mbarrier_for_thread(p, offset, site);
   check_parity(parity, site);
   if (!phase_done(barrier, parity & 1)) {  // polling must not starve the others, nor work in flight
+    count_fruitless_poll(offset, site);
     run_async_step();
     yield_to_others();
   }

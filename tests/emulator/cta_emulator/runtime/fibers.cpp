@@ -24,6 +24,7 @@ asm(".text\n.globl emu_switch_stack\n.hidden emu_switch_stack\nemu_switch_stack:
 namespace emu {
 Options options;
 Statistics statistics;
+long progress = 0;
 std::vector<Fiber> fibers;
 Fiber* current = nullptr;
 
@@ -169,7 +170,7 @@ bool run_block(const unsigned shape[3], void (*entry)(void**), void** arguments)
     emu_switch_stack(&launcher_stack, current->stack_pointer);
     in_fiber = false;
     if (abandoned) return false;
-    if (current->state == State::Done) alive--;
+    if (current->state == State::Done) alive--, progress++;
   }
   current = nullptr;
   return true;

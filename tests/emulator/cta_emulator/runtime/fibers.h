@@ -24,6 +24,7 @@ struct Statistics {
 };
 extern Options options;
 extern Statistics statistics;
+extern long progress;  // grows whenever something happens that a polling loop may wait for
 
 struct CpAsyncCopy {
   void* shared;

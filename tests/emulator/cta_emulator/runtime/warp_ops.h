@@ -40,6 +40,7 @@ void warp_collective(WarpOp op, long argument, void* mine, Site site, Run run) {
   }
   const WarpCall complete = call;
   call.arrived = 0;
+  progress++;
   run(complete, first);
   for (int lane = 0; lane < 32; lane++)
     if (first + lane != current->thread) wake(first + lane);
