@@ -1,0 +1,76 @@
+"""`flashqla-cp warm-up`: compile kernels ahead of time, in parallel, into a cache that can be copied to other hosts.
+
+Needs no GPU: the architecture is named. Exit code 0 if every kernel is there at the end, 1 if one failed, 2 if there
+is nothing to compile for what was asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from flashqla_cp.kernels import settings
+from flashqla_cp.kernels.arch import ARCHES, arch_by_name
+from flashqla_cp.kernels.build import BuildResult, build_all, rows_to_compile
+
+_COLUMNS = "{:<{width}} {:>9} {:>9} {:>8} {:>8}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the subcommand."""
+    parser.add_argument("--arch", nargs="+", choices=sorted(ARCHES), required=True, help="architectures to compile for")
+    parser.add_argument("--heads", nargs="+", type=int, default=[], help="value heads that the kernels will meet")
+    parser.add_argument("--head-dim", nargs="+", type=int, default=[128], help="head sizes (default: 128)")
+    parser.add_argument("--cache", type=Path, default=None, help="folder to fill (default: FLASHQLA_CP_CACHE)")
+    parser.add_argument("--jobs", type=int, default=None, help="compiler processes (default: FLASHQLA_CP_BUILD_JOBS)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what is missing and print one line for each kernel."""
+    from tqdm import tqdm
+
+    choices = {"heads": args.heads, "head_dim": args.head_dim}
+    specs = [spec for name in args.arch for spec in rows_to_compile(arch_by_name(name), choices)]
+    if not specs:
+        print(f"warm-up: no kernels are registered for {', '.join(args.arch)}", file=sys.stderr)
+        return 2
+    folder = args.cache or settings.cache_folder()
+    width = max(len(spec.label()) for spec in specs)
+    print(_COLUMNS.format("kernel", "seconds", "registers", "shared", "spills", width=width))
+    started = time.monotonic()
+    with tqdm(total=len(specs), unit="kernel", file=sys.stderr, dynamic_ncols=True) as bar:
+
+        def on_done(result: BuildResult) -> None:
+            bar.write(_line(result, width), file=sys.stdout)
+            bar.update()
+
+        try:
+            results = build_all(specs, jobs=args.jobs, cache_folder=folder, on_done=on_done)
+        except RuntimeError as error:  # the toolchain or the cache: nothing was started
+            bar.close()
+            print(f"warm-up: {error}", file=sys.stderr)
+            return 1
+    failed = [result for result in results if result.kernel is None]
+    for result in failed:
+        print(f"\n{result.spec.label()} failed:\n{result.error}", file=sys.stderr)
+    compiled = sum(result.compiled for result in results)
+    seconds = time.monotonic() - started
+    print(
+        f"{len(results) - len(failed)} of {len(results)} kernels in {folder}, {compiled} compiled now, {seconds:.1f} s"
+    )
+    return 1 if failed else 0
+
+
+def _line(result: BuildResult, width: int) -> str:
+    label = result.spec.label()
+    if result.kernel is None:
+        return _COLUMNS.format(label, "failed", "", "", "", width=width)
+    info = result.kernel.info()
+    kernels = info["kernels"]
+    seconds = f"{info['seconds']:.1f}" if result.compiled else "cached"
+    registers = max(k["registers"] for k in kernels)
+    shared = max(k["static_shared_bytes"] + k["dynamic_shared_bytes"] for k in kernels)
+    spills = sum(k["spill_store_bytes"] + k["spill_load_bytes"] for k in kernels)
+    return _COLUMNS.format(label, seconds, registers, shared, spills, width=width)

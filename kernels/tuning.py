@@ -1,0 +1,114 @@
+"""Pure arithmetic of launch shapes: from sizes and an Arch to stages, registers and columns. No state, no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flashqla_cp.kernels.arch import Arch
+
+WARPGROUP = 128
+REGISTER_STEP = 8
+LEAST_REGISTERS = 24
+TENSOR_MEMORY_STEP = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Role:
+    """A group of threads that runs one branch of a kernel: `threads` of them, each with `registers`."""
+
+    name: str
+    threads: int
+    registers: int
+
+    def __post_init__(self) -> None:
+        if self.threads < 1 or self.threads % 32:
+            raise ValueError(f"threads of role {self.name!r}: got {self.threads}, expected a positive multiple of 32")
+        if self.registers % REGISTER_STEP or not LEAST_REGISTERS <= self.registers <= 256:
+            raise ValueError(
+                f"registers of role {self.name!r}: got {self.registers}, expected a multiple of {REGISTER_STEP} "
+                f"from {LEAST_REGISTERS} to 256"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TileConfig:
+    """Launch shape of one kernel: its roles, pipeline stages, shared memory and tensor-memory columns."""
+
+    roles: tuple[Role, ...]
+    stages: int
+    shared_bytes: int
+    tensor_memory_columns: int = 0
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return sum(role.threads for role in self.roles)
+
+    def check(self, arch: Arch) -> None:
+        """Refuse what the hardware cannot launch.
+
+        Raises:
+            ValueError: shared memory, registers, threads or tensor memory exceed what `arch` has.
+        """
+        limits = (
+            ("shared_bytes", self.shared_bytes, arch.shared_memory_bytes),
+            ("threads", self.threads, 1024),
+            ("registers", sum(role.threads * role.registers for role in self.roles), arch.registers),
+            ("tensor_memory_columns", self.tensor_memory_columns, arch.tensor_memory_columns),
+        )
+        for name, got, allowed in limits:
+            if got > allowed:
+                raise ValueError(f"{name}: got {got}, expected at most {allowed} on {arch.name}")
+        if self.stages < 1:
+            raise ValueError(f"stages: got {self.stages}, expected at least 1")
+
+
+def pipeline_stages(arch: Arch, stage_bytes: int, fixed_bytes: int, most: int) -> int:
+    """Stages of `stage_bytes` that fit beside `fixed_bytes` of shared memory, at most `most`.
+
+    Raises:
+        ValueError: not even one stage fits.
+    """
+    room = arch.shared_memory_bytes - fixed_bytes
+    stages = min(most, room // stage_bytes)
+    if stages < 1:
+        raise ValueError(
+            f"stage_bytes: got {stage_bytes}, expected at most {max(room, 0)} beside {fixed_bytes} on {arch.name}"
+        )
+    return stages
+
+
+def split_registers(
+    arch: Arch, producer_threads: int, consumer_threads: int, producer_registers: int = 40
+) -> tuple[int, int]:
+    """Registers per thread of producers and consumers that together use the register file as far as the step allows.
+
+    Raises:
+        ValueError: the producers alone leave consumers fewer than the least allowed.
+    """
+    left = arch.registers - producer_threads * producer_registers
+    consumers = min(left // consumer_threads // REGISTER_STEP * REGISTER_STEP, 240)
+    if consumers < LEAST_REGISTERS:
+        raise ValueError(
+            f"consumer_threads: got {consumer_threads} beside {producer_threads} producers, "
+            f"expected room for {LEAST_REGISTERS} registers each on {arch.name}"
+        )
+    return producer_registers, consumers
+
+
+def tensor_memory_columns(arch: Arch, needed: Sequence[int]) -> int:
+    """Columns to allocate at once for accumulators of `needed` columns each: a power of two, at least 32.
+
+    Raises:
+        ValueError: they do not fit in the tensor memory of `arch`.
+    """
+    total = sum(-(-columns // TENSOR_MEMORY_STEP) * TENSOR_MEMORY_STEP for columns in needed)
+    columns = TENSOR_MEMORY_STEP
+    while columns < total:
+        columns *= 2
+    if columns > arch.tensor_memory_columns:
+        raise ValueError(
+            f"needed: got {list(needed)} columns, expected at most {arch.tensor_memory_columns} on {arch.name}"
+        )
+    return columns

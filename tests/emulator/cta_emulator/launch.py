@@ -1,0 +1,233 @@
+"""Loads an emulated kernel and calls it with torch tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cta_emulator.report import Finding, Report
+from cta_emulator.source import rewrite
+from cta_emulator.toolchain import kernel_library
+
+SCHEDULES = {"eager": 0, "lazy": 1, "random": 2}
+_DTYPES = {  # DLPack code and bits
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.float32: (2, 32),
+    torch.float64: (2, 64),
+    torch.int8: (0, 8),
+    torch.int32: (0, 32),
+    torch.int64: (0, 64),
+    torch.uint8: (1, 8),
+    torch.bool: (6, 8),
+}
+_CUDA = 2
+_NONE, _INT, _FLOAT, _TENSOR = 0, 1, 3, 7  # TVM-FFI type indices
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _Payload(ctypes.Union):
+    _fields_ = [("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_void_p)]
+
+
+class _Value(ctypes.Structure):
+    _fields_ = [("type", ctypes.c_int32), ("padding", ctypes.c_uint32), ("payload", _Payload)]
+
+
+@dataclass(frozen=True, slots=True)
+class Virtual:
+    """A tensor argument of zeros that takes no memory until touched: for offsets past 32 bits. Not copied back."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class EmulatedKernel:
+    """A kernel that runs on this CPU. Calls do not overlap: the runtime is one block machine per library."""
+
+    def __init__(self, name: str, library: Path, source: str) -> None:
+        self.name, self.library, self.source = name, library, source
+        self._lib = ctypes.CDLL(str(library))
+        self._lib.emu_tensor.restype = ctypes.c_void_p
+        self._lib.emu_tensor.argtypes = [ctypes.c_char_p, ctypes.c_size_t]
+        for function in ("emu_last_error", "emu_finding_rule", "emu_finding_text"):
+            getattr(self._lib, function).restype = ctypes.c_char_p
+        self._lib.emu_finding_site.restype = ctypes.c_uint
+        self._lib.emu_statistic.restype = ctypes.c_long
+        self._lib.emu_configure.argtypes = [ctypes.c_int, ctypes.c_uint, ctypes.c_int, ctypes.c_long]
+        symbols = subprocess.run(
+            ["nm", "-D", "--defined-only", str(library)], capture_output=True, text=True, check=True
+        ).stdout
+        entries = re.findall(r" T (__tvm_ffi_\w+)", symbols)
+        self._entry = getattr(self._lib, next(e for e in entries if not e.startswith("__tvm_ffi__")))
+
+    def __call__(
+        self,
+        *arguments: Any,
+        schedule: str = "eager",
+        seed: int = 1,
+        races: bool = True,
+        max_switches: int = 0,
+    ) -> Report:
+        """Run the kernel; tensors are changed in place.
+
+        Args:
+            arguments: torch CPU tensors of any strides (passed on as they are), Virtual tensors, numbers.
+            schedule: when asynchronous work runs: "eager" at issue, "lazy" as late as possible, "random" anywhere,
+                with the threads in random order too. seed: of the random schedule.
+            races: look for races and missing fences. Bounds and barriers are checked always.
+            max_switches: stop after so many context switches, 0 for never.
+
+        Raises:
+            ValueError: an unknown schedule. TypeError: an argument that is no tensor and no number.
+        """
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule: got {schedule!r}, expected one of {', '.join(SCHEDULES)}")
+        self._lib.emu_release_tensors()
+        self._lib.emu_clear_error()
+        self._lib.emu_configure(SCHEDULES[schedule], seed, int(races), max_switches)
+        keep: list[Any] = []
+        values = (_Value * len(arguments))(*[self._pass(i, a, keep) for i, a in enumerate(arguments)])
+        result = _Value()
+        started = time.perf_counter()
+        code = self._entry(None, values, len(arguments), ctypes.byref(result))
+        seconds = time.perf_counter() - started
+        for argument, address, span in (k for k in keep if isinstance(k, tuple)):
+            _copy_out(argument, address, span)
+        self._lib.emu_release_tensors()
+        return self._report(code, seconds)
+
+    def _pass(self, index: int, argument: Any, keep: list[Any]) -> _Value:
+        value = _Value(type=_NONE, padding=0)
+        if isinstance(argument, (torch.Tensor, Virtual)):
+            tensor = self._place(index, argument, keep)
+            keep.append(tensor)
+            value.type, value.payload.pointer = _TENSOR, ctypes.addressof(tensor)
+        elif isinstance(argument, (bool, int)):
+            value.type, value.payload.integer = _INT, int(argument)
+        elif isinstance(argument, float):
+            value.type, value.payload.real = _FLOAT, argument
+        elif argument is not None:
+            raise TypeError(f"argument {index}: got {type(argument).__name__}, expected a tensor or a number")
+        return value
+
+    def _place(self, index: int, argument: torch.Tensor | Virtual, keep: list[Any]) -> _DLTensor:
+        shape = tuple(argument.shape)
+        strides = argument.stride() if isinstance(argument, torch.Tensor) else _compact_strides(shape)
+        size = torch.empty((), dtype=argument.dtype).element_size()
+        span = (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * size if 0 not in shape else 0
+        address = self._lib.emu_tensor(f"argument {index}".encode(), span)
+        if not address:
+            raise MemoryError(f"argument {index}: {span} bytes do not fit in the emulated device memory")
+        if isinstance(argument, torch.Tensor):
+            ctypes.memmove(address, argument.data_ptr(), span)
+            keep.append((argument, address, span))
+        code, bits = _DTYPES[argument.dtype]
+        extents, steps = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
+        keep += [extents, steps]
+        return _DLTensor(address, _CUDA, 0, len(shape), code, bits, 1, extents, steps, 0)
+
+    def _report(self, code: int, seconds: float) -> Report:
+        lib = self._lib
+        raw = []
+        for i in range(lib.emu_num_findings()):
+            sites = [s for s in (lib.emu_finding_site(i, 0), lib.emu_finding_site(i, 1)) if s]
+            text = lib.emu_finding_text(i).decode()
+            sites += [int(s, 16) for s in re.findall(r"\(site ([0-9a-f]+)\)", text)]
+            raw.append(
+                (lib.emu_finding_is_error(i), lib.emu_finding_rule(i).decode(), text, sites, lib.emu_finding_line(i))
+            )
+        lines = self._lines({site for finding in raw for site in finding[3]})
+        findings = []
+        for is_error, rule, text, sites, line in raw:
+            numbers = (line,) if line else tuple(lines[s] for s in sites if s in lines)
+            text = re.sub(r"\(site ([0-9a-f]+)\)", lambda m: f"(line {lines.get(int(m.group(1), 16), '?')})", text)
+            findings.append(Finding(severity="error" if is_error else "warning", rule=rule, text=text, lines=numbers))
+        names = ("switches", "accesses", "mma", "bulk_copies", "blocks")
+        return Report(
+            kernel=self.name,
+            finished=code == 0,
+            error=lib.emu_last_error().decode(),
+            findings=tuple(dict.fromkeys(findings)),
+            source=self.source,
+            seconds=seconds,
+            **{name: lib.emu_statistic(i) for i, name in enumerate(names)},
+        )
+
+    def _lines(self, sites: set[int]) -> dict[int, int]:
+        """Lines of the emitted source for code offsets: the innermost frame that lies in it."""
+        if not sites:
+            return {}
+        addresses = [hex(site - 1) for site in sites]  # a return address belongs to the line before
+        output = subprocess.run(
+            ["addr2line", "-a", "-i", "-e", str(self.library), *addresses], capture_output=True, text=True, check=True
+        ).stdout
+        lines: dict[int, int] = {}
+        site = 0
+        for text in output.splitlines():
+            if text.startswith("0x"):
+                site = int(text, 16) + 1
+            elif "kernel.cu:" in text and site not in lines:
+                number = re.search(r"kernel\.cu:(\d+)", text)
+                if number:
+                    lines[site] = int(number.group(1))
+        return lines
+
+
+def _compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def _copy_out(tensor: torch.Tensor, address: int, span: int) -> None:
+    ctypes.memmove(tensor.data_ptr(), address, span)
+
+
+def load(kernel: Any) -> EmulatedKernel:
+    """An emulated kernel from a compiled one.
+
+    Args:
+        kernel: a CompiledKernel of kernels/build.py, or a TileLang JITKernel.
+
+    Raises:
+        UnsupportedSourceError: the source uses something the emulator does not have; the text names it.
+        TypeError: `kernel` is neither.
+    """
+    if hasattr(kernel, "device_source") and hasattr(kernel, "host_source"):
+        name, device, host = kernel.info()["function"], kernel.device_source(), kernel.host_source()
+    elif hasattr(kernel, "get_kernel_source"):
+        device, host = kernel.get_kernel_source(kernel_only=True), kernel.get_host_source()
+        name = str(kernel.prim_func.attrs["global_symbol"])
+    else:
+        raise TypeError(f"kernel: got {type(kernel).__name__}, expected a CompiledKernel or a TileLang JITKernel")
+    return load_sources(name, device, host)
+
+
+def load_sources(name: str, device: str, host: str) -> EmulatedKernel:
+    """An emulated kernel from emitted device and host source."""
+    rewritten, _ = rewrite(device)
+    return EmulatedKernel(name, kernel_library(rewritten, host), device)

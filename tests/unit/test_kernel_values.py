@@ -1,0 +1,140 @@
+"""Arch, KernelSpec, tuning and settings: values, and what they refuse."""
+
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+from flashqla_cp.kernels import settings, tuning
+from flashqla_cp.kernels.arch import ARCHES, Arch, arch_by_name, detect
+from flashqla_cp.kernels.spec import KernelSpec, make_spec
+
+SM90, SM100 = ARCHES["sm_90a"], ARCHES["sm_100a"]
+
+
+def test_arches_are_frozen_explicit_targets():
+    assert set(ARCHES) == {"sm_90a", "sm_100a", "sm_103a"}
+    for name, arch in ARCHES.items():
+        assert arch.target == {"kind": "cuda", "arch": name} and arch_by_name(name) is arch
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            arch.name = "other"
+    assert SM90.family == "sm90" and ARCHES["sm_103a"].family == SM100.family == "sm100"
+    with pytest.raises(ValueError, match="arch: got 'sm_80', expected one of sm_90a"):
+        arch_by_name("sm_80")
+    with pytest.raises(ValueError, match="tensor_memory_columns"):
+        Arch(name="x", family="x", capability=(9, 0), mma="wgmma", accumulator="tensor_memory")
+
+
+def test_detect_asks_at_call_time(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="no CUDA device"):
+        detect()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, name in (((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+        assert detect(0).name == name
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(NotImplementedError, match=r"8\.0 has no kernels"):
+        detect()
+
+
+def test_spec_is_a_value():
+    one = make_spec("forward", "sm_90a", {"V": 128, "K": 64}, {"q": "bfloat16"}, {"cp": True, "state": False})
+    same = make_spec("forward", SM90, {"K": 64, "V": 128}, {"q": "bfloat16"}, ["cp"])
+    assert one == same and hash(one) == hash(same)
+    assert KernelSpec.from_dict(one.to_dict()) == one == pickle.loads(pickle.dumps(one))
+    assert one.dim("V") == 128 and one.dtype("q") == "bfloat16" and one.has("cp") and not one.has("state")
+    assert one.label() == "forward sm_90a K=64 V=128 q:bfloat16 cp" and one.target is SM90
+    assert not hasattr(one, "__dict__")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"stage": "two words", "arch": "sm_90a"}, "stage: got 'two words'"),
+        ({"stage": "s", "arch": "sm_12"}, "arch: got 'sm_12'"),
+        ({"stage": "s", "arch": "sm_90a", "dims": {"tokens": 8192}}, "run-time size"),
+        ({"stage": "s", "arch": "sm_90a", "dims": {"K": 0}}, "expected a positive int"),
+        ({"stage": "s", "arch": "sm_90a", "dims": {"K": 64.0}}, "expected a positive int"),
+    ],
+)
+def test_spec_refusals(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make_spec(**arguments)
+
+
+def test_spec_wants_sorted_names():
+    with pytest.raises(ValueError, match="sorted distinct names"):
+        KernelSpec(stage="s", arch="sm_90a", dims=(("V", 1), ("K", 1)))
+
+
+def test_pipeline_stages_fill_shared_memory():
+    stage, fixed = 32 * 1024, 40 * 1024
+    stages = tuning.pipeline_stages(SM90, stage, fixed, most=8)
+    assert stages * stage + fixed <= SM90.shared_memory_bytes < (stages + 1) * stage + fixed
+    assert tuning.pipeline_stages(SM90, 1024, 0, most=3) == 3
+    with pytest.raises(ValueError, match="stage_bytes: got 200000"):
+        tuning.pipeline_stages(SM90, 200_000, 100_000, most=2)
+
+
+@pytest.mark.parametrize(("producers", "consumers"), [(128, 128), (128, 256), (128, 384), (32, 512)])
+def test_registers_fit_the_file(producers, consumers):
+    low, high = tuning.split_registers(SM90, producers, consumers)
+    assert low % 8 == high % 8 == 0 and high <= 240
+    assert producers * low + consumers * high <= SM90.registers
+    assert high == 240 or producers * low + consumers * (high + 8) > SM90.registers
+
+
+def test_registers_refused_when_none_are_left():
+    with pytest.raises(ValueError, match="consumer_threads: got 4096"):
+        tuning.split_registers(SM90, 128, 4096)
+
+
+def test_tensor_memory_columns_are_a_power_of_two():
+    assert tuning.tensor_memory_columns(SM100, [64]) == 64
+    assert tuning.tensor_memory_columns(SM100, [64, 33, 1]) == 256
+    with pytest.raises(ValueError, match="needed"):
+        tuning.tensor_memory_columns(SM100, [512, 32])
+    with pytest.raises(ValueError, match="at most 0 on sm_90a"):
+        tuning.tensor_memory_columns(SM90, [32])
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"shared_bytes": 228 * 1024}, "shared_bytes"),
+        ({"roles": (tuning.Role(name="all", threads=512, registers=136),)}, "registers"),
+        ({"tensor_memory_columns": 32}, "tensor_memory_columns"),
+        ({"stages": 0}, "stages"),
+    ],
+)
+def test_tile_config_refuses_what_cannot_launch(changed, message):
+    roles = (
+        tuning.Role(name="load", threads=128, registers=40),
+        tuning.Role(name="compute", threads=256, registers=232),
+    )
+    sound = {"roles": roles, "stages": 2, "shared_bytes": 200 * 1024}
+    tuning.TileConfig(**sound).check(SM90)
+    with pytest.raises(ValueError, match=message):
+        tuning.TileConfig(**(sound | changed)).check(SM90)
+
+
+@pytest.mark.parametrize("changed", [{"threads": 48}, {"registers": 100}, {"registers": 264}])
+def test_roles_are_checked(changed):
+    with pytest.raises(ValueError, match="of role 'r'"):
+        tuning.Role(**({"name": "r", "threads": 128, "registers": 64} | changed))
+
+
+def test_settings_come_from_the_environment(tmp_path):
+    assert settings.cache_folder({"FLASHQLA_CP_CACHE": str(tmp_path)}) == tmp_path
+    assert settings.cache_folder({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "flashqla_cp"
+    assert settings.cache_folder({}).name == "flashqla_cp"
+    assert settings.build_jobs({"FLASHQLA_CP_BUILD_JOBS": "3"}) == 3 and settings.build_jobs({}) >= 1
+    with pytest.raises(ValueError, match="FLASHQLA_CP_BUILD_JOBS: got 'many'"):
+        settings.build_jobs({"FLASHQLA_CP_BUILD_JOBS": "many"})
+    assert settings.find_nvcc({"PATH": str(tmp_path)}) is None
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch(mode=0o755)
+    assert settings.find_nvcc({"PATH": "", "CUDA_HOME": str(tmp_path)}) == str(nvcc)
