@@ -14,6 +14,7 @@ from types import ModuleType
 SUBCOMMANDS = {
     "doctor": "show versions, devices, compiler and communication, and which backend would run and why",
     "verify": "run one step in parallel and compare it with one rank and with the fp64 per-token oracle",
+    "warm-up": "compile the kernels of a model ahead of time, with or without a GPU",
     "train": "train a small byte-level language model with its sequence sharded over ranks",
 }
 

@@ -22,9 +22,9 @@ FLOORS = {
     ],
     "parallel": [{"fragments", "affine", "comm"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
     "kernels": [
-        {"arch", "settings", "chunks"},
-        {"spec"},
-        {"tuning", "blocks"},
+        {"arch", "settings", "chunks", "cache", "cubin"},
+        {"spec", "emitted"},
+        {"tuning", "blocks", "workers"},
         {"portable", "sm90", "sm100"},
         {"build"},
         {"host", "reference"},
