@@ -13,16 +13,18 @@ are refused, because torch would unpickle those freely.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
+import pickletools
 import re
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -83,9 +85,12 @@ def newest(out: Path) -> Path | None:
         ValueError: `latest` names something that is no checkpoint of this folder.
     """
     pointer = out / "checkpoints" / "latest"
-    if not pointer.exists():
+    try:
+        name = pointer.read_text(errors="replace").strip()
+    except FileNotFoundError:
         return None
-    name = pointer.read_text(errors="replace").strip()
+    except OSError as error:
+        raise ValueError(f"{pointer}: cannot be read ({error.strerror})") from error
     if not FOLDER_NAME.fullmatch(name):
         raise ValueError(f"{pointer}: got {name[:80]!r}, expected a name like step-00000100")
     return check_folder(pointer.parent / name)
@@ -100,10 +105,21 @@ def check_folder(folder: Path) -> Path:
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The settings of the run that wrote a checkpoint."""
-    settings = json.loads((folder / "settings.json").read_text())
+    """The settings of the run that wrote a checkpoint: the objects "model" and "curve".
+
+    Raises:
+        ValueError: the file cannot be read or holds anything else.
+    """
+    path = folder / "settings.json"
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except Exception as error:  # damage has no type of its own: nesting without end is a RecursionError
+        raise ValueError(f"{path}: not JSON ({_reason(error)})") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{folder / 'settings.json'}: got {type(settings).__name__}, expected an object")
+        raise ValueError(f"{path}: got {type(settings).__name__}, expected an object")
+    for name in ("model", "curve"):
+        if not isinstance(settings.get(name), dict):
+            raise ValueError(f"{path}: {name} is {type(settings.get(name)).__name__}, expected an object")
     return settings
 
 
@@ -135,17 +151,22 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.AdamW, ranks: Ra
 
     Raises:
         ValueError: the index holds anything but tensors, or names and shapes other than the model's, or a file is
-            damaged; on every rank alike.
+            damaged; on every rank alike, whichever rank met it.
     """
     state = _state(model, optimizer, 0)
     with _quiet():
         reader = TensorsOnlyReader(folder)
-        _check_names(folder, reader.read_metadata(), state)
+
+        def check() -> None:
+            read_settings(folder)
+            _check_names(folder, reader.read_metadata(), state)
+
+        ranks.together(check)
         try:
             dcp.load(state, storage_reader=reader, no_dist=ranks.world_size == 1)
         except dcp.CheckpointException as error:
             rank, (cause, _) = next(iter(error.failures.items()))
-            raise ValueError(f"{folder}: cannot be read on rank {rank}: {cause}") from error
+            raise ValueError(f"{folder}: cannot be read on rank {rank}: {_reason(cause)}") from error
     names = {id(p): name for name, p in model.named_parameters()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     step = int(state["step"])
@@ -165,29 +186,41 @@ class TensorsOnlyReader(dcp.FileSystemReader):
     """Reads a checkpoint folder without executing anything in it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            try:
-                metadata = _IndexUnpickler(file).load()
-            except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, IndexError, KeyError) as error:
-                raise ValueError(f"{Path(self.path) / '.metadata'}: not an index of tensors ({error})") from error
-        entries = metadata.state_dict_metadata if isinstance(metadata, Metadata) else None
-        if not isinstance(entries, dict) or not isinstance(metadata.storage_data, dict):
-            raise ValueError(f"{Path(self.path) / '.metadata'}: not an index of tensors")
-        for name, entry in entries.items():
-            if not isinstance(entry, TensorStorageMetadata):
-                raise ValueError(f"{self.path}: {name!r} is a {type(entry).__name__}, expected tensors only")
-        for stored in metadata.storage_data.values():
-            if Path(stored.relative_path).name != stored.relative_path:
-                raise ValueError(f"{self.path}: the index points outside of the folder, to {stored.relative_path!r}")
+        path = Path(self.path) / ".metadata"
+        try:
+            metadata = _unpickle_index(path.read_bytes())
+            _check_index(metadata)
+        except Exception as error:  # a damaged pickle can build anything, and so fail with anything
+            raise ValueError(f"{path}: not an index of tensors ({_reason(error)})") from error
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
+def _unpickle_index(data: bytes) -> Any:
+    for opcode, argument, _ in pickletools.genops(data):
+        # The unpickler makes room for all numbers up to this one: a damaged one would take the memory of the machine.
+        if opcode.name.endswith("PUT") and int(argument or 0) > len(data):
+            raise ValueError(f"it numbers an object {argument}")
+    return _IndexUnpickler(io.BytesIO(data)).load()
+
+
+def _check_index(metadata: Any) -> None:
+    """Raise ValueError, or whatever broken records lead to, unless it lists tensors, each stored whole."""
+    if not isinstance(metadata, Metadata):
+        raise ValueError(f"it is a {type(metadata).__name__}")
+    for name, entry in metadata.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(entry, TensorStorageMetadata):
+            raise ValueError(f"{name!r} is a {type(entry).__name__}, expected tensors only")
+        parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
+        if parts != [((0,) * len(entry.size), tuple(entry.size))]:
+            raise ValueError(f"{name!r} is not stored whole")
+    for stored in metadata.storage_data.values():
+        if Path(stored.relative_path).name != stored.relative_path:
+            raise ValueError(f"it points outside of the folder, to {stored.relative_path!r}")
+
+
 class _IndexUnpickler(pickle.Unpickler):
     """Knows the records of an index; any other name in the pickle is an error before it is looked up."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -196,6 +229,12 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) not in _INDEX_TYPES and not is_dtype:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
         return super().find_class(module, name)
+
+
+def _reason(error: BaseException) -> str:
+    """One line: an error's type and the first line of its text, if it has any."""
+    text = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *text[:1]])
 
 
 def _state(model: nn.Module, optimizer: torch.optim.AdamW, step: int) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -67,6 +67,24 @@ class Ranks:
                 "ranks disagree: their settings, their data files (names and lengths) or the checkpoint to resume from "
                 "differ; every host needs the same command, the same files and a shared --out folder"
             )
+
+    def together(self, work: Callable[[], None]) -> None:
+        """Do a rank's own work; a ValueError of any rank is raised on every rank, so that all stop alike."""
+        text = None
+        try:
+            work()
+        except ValueError as error:
+            if self.world_size == 1:
+                raise
+            text = str(error)
+        if self.world_size == 1:
+            return
+        texts: list[str | None] = [None] * self.world_size
+        dist.all_gather_object(texts, text)
+        failed = [(rank, text) for rank, text in enumerate(texts) if text is not None]
+        if failed:
+            rank, text = failed[0]
+            raise ValueError(text if len(set(texts)) == 1 else f"on rank {rank}: {text}")
 
 
 def world_size() -> int:

@@ -8,7 +8,9 @@ import os
 import pickle
 import re
 import shutil
+import tracemalloc
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +23,8 @@ from flashqla_cp.launch import checkpoints
 from flashqla_cp.launch.ranks import Ranks
 
 ALONE = Ranks(rank=0, world_size=1, data_rank=0, data_size=1, cp_group=None, device=torch.device("cpu"))
+
+SETTINGS = {"model": {"width": 4}, "curve": {"seed": 0}}
 
 
 class Trap:
@@ -53,7 +57,7 @@ def advance(model: nn.Module, optimizer: torch.optim.AdamW, steps: int) -> list[
 def save(out: Path, step: int = 3) -> Path:
     model, optimizer = make()
     advance(model, optimizer, step)
-    return checkpoints.save(out, step, model, optimizer, {"model": {"width": 4}}, ALONE)
+    return checkpoints.save(out, step, model, optimizer, SETTINGS, ALONE)
 
 
 def test_what_was_saved_goes_on_bitwise_alike(tmp_path: Path) -> None:
@@ -64,7 +68,7 @@ def test_what_was_saved_goes_on_bitwise_alike(tmp_path: Path) -> None:
     other, other_optimizer = make(seed=1)
     assert checkpoints.load(folder, other, other_optimizer, ALONE) == 3
     assert all(torch.equal(a, b) for a, b in zip(expected, advance(other, other_optimizer, 2), strict=True))
-    assert checkpoints.read_settings(folder) == {"model": {"width": 4}}
+    assert checkpoints.read_settings(folder) == SETTINGS
     assert checkpoints.newest(tmp_path) == folder
 
 
@@ -182,10 +186,90 @@ def test_the_traps_work(tmp_path: Path, plant: Any) -> None:
 
 def test_settings_are_plain_json(tmp_path: Path) -> None:
     folder = save(tmp_path)
-    assert json.loads((folder / "settings.json").read_text()) == {"model": {"width": 4}}
-    (folder / "settings.json").write_text("[]")
-    with pytest.raises(ValueError, match="expected an object"):
-        checkpoints.read_settings(folder)
+    assert json.loads((folder / "settings.json").read_text()) == SETTINGS
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (b"{bad", "not JSON"),
+        (b"", "not JSON"),
+        (b'{"model": "\xff"}', "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "got list, expected an object"),
+        (b"{}", "model is NoneType, expected an object"),
+        (b'{"model": {}, "curve": 5}', "curve is int, expected an object"),
+    ],
+)
+def test_damaged_settings_are_refused(tmp_path: Path, text: bytes, expected: str) -> None:
+    folder = save(tmp_path)
+    (folder / "settings.json").write_bytes(text)
+    for read in (lambda: checkpoints.read_settings(folder), lambda: checkpoints.load(folder, *make(), ALONE)):
+        with pytest.raises(ValueError, match=expected) as caught:
+            read()
+        assert "settings.json" in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.9, 0.999])
+def test_truncated_tensors_are_refused_with_a_cause(tmp_path: Path, kept: float) -> None:
+    folder = save(tmp_path)
+    (file,) = folder.glob("*.distcp")
+    os.truncate(file, int(kept * file.stat().st_size))
+    with pytest.raises(ValueError, match=r"cannot be read on rank 0: \w+") as caught:
+        checkpoints.load(folder, *make(), ALONE)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_index_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Whatever the damage breaks; what still loads is what was saved."""
+    folder, random = save(tmp_path), Random(0)
+    model, optimizer = make()
+    expected = [*advance(model, optimizer, 3), *checkpoints._state(model, optimizer, 3).values()]
+    whole, causes = (folder / ".metadata").read_bytes(), set()
+    for trial in range(1500):
+        damaged = bytearray(whole)
+        for _ in range(1 + trial % 3):
+            damaged[random.randrange(len(whole))] = random.randrange(256)
+        (folder / ".metadata").write_bytes(damaged[: random.randrange(len(whole))] if trial % 10 == 0 else damaged)
+        other, other_optimizer = make(seed=1)
+        try:
+            checkpoints.load(folder, other, other_optimizer, ALONE)
+        except ValueError as error:
+            assert str(error).startswith(str(folder)) and "\n" not in str(error)
+            causes.add(str(error).split("(")[-1].split(":")[0])
+        else:
+            state = [*other.parameters(), *checkpoints._state(other, other_optimizer, 3).values()]
+            assert all(torch.equal(a, b) for a, b in zip(expected, state, strict=True))
+    assert {"UnicodeDecodeError", "AttributeError", "TypeError"} <= causes
+
+
+def test_a_damaged_number_does_not_take_the_memory(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    for opcode in (pickle.LONG_BINPUT, pickle.BINBYTES, pickle.BINUNICODE):
+        (folder / ".metadata").write_bytes(b"\x80\x04N" + opcode + b"\xff\xff\xff\x7f.")
+        tracemalloc.start()
+        with pytest.raises(ValueError, match="not an index of tensors"):
+            checkpoints.load(folder, *make(), ALONE)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2**24
+
+
+def test_a_tensor_in_parts_is_refused(tmp_path: Path) -> None:
+    """A part that is missing would leave the rows as they were."""
+    folder = save(tmp_path)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    (chunk,) = metadata.state_dict_metadata["model.0.weight"].chunks
+    chunk.sizes = torch.Size([3, 3])
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"'model\.0\.weight' is not stored whole"):
+        checkpoints.load(folder, *make(), ALONE)
+
+
+def test_a_pointer_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / "latest").mkdir(parents=True)
+    with pytest.raises(ValueError, match="latest: cannot be read"):
+        checkpoints.newest(tmp_path)
 
 
 def test_paths_out_of_the_folder_are_refused(tmp_path: Path) -> None:
