@@ -2,13 +2,15 @@
 
 Once with the same step on one rank and once with the fp64 per-token oracle: relative L2 error of every output and
 gradient, over the whole tensor and over the 32 tokens behind each cut. Starts its own ranks; under torchrun it uses
-those that are there. The exit code is 0 if every error is within its bar and 1 otherwise.
+those that are there. The exit code is 0 if every error is within its bar, 1 if one is above it, and 2 if there was
+nothing to compare: options that cannot work here, or ranks that failed or ran out of time.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from flashqla_cp import layer as layer_module
 from flashqla_cp.conv import causal_conv1d
+from flashqla_cp.kernels.backend import select
 from flashqla_cp.layer import GatedDeltaNet
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
@@ -44,6 +47,7 @@ LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", *CUSTOM_RANGES)
 EXCHANGES = ("auto", "allgather", "sharded", "hierarchical", "headwise")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CONV_TAPS, HIDDEN_SIZE = 4, 24
+LONGEST_TIMEOUT = 86400  # seconds
 
 # Largest relative errors allowed, by dtype. Against one rank: rows and states, and parameters' gradients, of which each
 # rank rounds its part before they are added up. Against the oracle: o and final_state, dg, the rest, and the layer,
@@ -89,25 +93,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the comparison and print it; return 0 if every error is within its bar, else 1."""
+    """Run the comparison and print it; return 0 if every error is within its bar, 1 if not, 2 if it could not run."""
     if args.list:
         print("\n".join(BY_ID))
         return 0
     inside = dist.is_torchelastic_launched()
     nproc = int(os.environ["WORLD_SIZE"]) if inside else args.nproc
-    backend = args.backend or ("nccl" if torch.cuda.device_count() >= nproc else "gloo")
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if inside else nproc
+    backend = args.backend or ("nccl" if torch.cuda.device_count() >= here else "gloo")
     request = Request(
         case=_chosen_case(args),
         dtype=args.dtype,
         device_type="cuda" if backend == "nccl" else "cpu",
         op_backend=args.op_backend or ("torch" if args.dtype in ("float64", "float32") else "auto"),
     )
+    speaks = os.environ["RANK"] == "0" if inside else True
+    try:
+        _check_options(args, here, request)
+        if not inside:
+            report = run_ranks(verify_on_this_rank, nproc, request, backend=backend, timeout=args.timeout)[0]
+    except (ValueError, RuntimeError, TimeoutError) as error:  # the text of a rank that failed holds its traceback
+        if not inside or os.environ["LOCAL_RANK"] == "0":
+            print(f"verify: error: {error}", file=sys.stderr, flush=True)
+        return 2
     if inside:
         with _launched_ranks(backend):
             report = verify_on_this_rank(dist.get_rank(), request)
-            speaks = dist.get_rank() == 0
-    else:
-        report, speaks = run_ranks(verify_on_this_rank, nproc, request, backend=backend, timeout=args.timeout)[0], True
     if speaks:
         print(f"flashqla-cp verify: {nproc} ranks, {backend}, {args.dtype}, case {request.case.id}")
         print(format_report(report, args.dtype))
@@ -180,6 +191,18 @@ def format_report(report: Report, dtype: str) -> str:
     bad = faults(report, dtype)
     lines += ["", f"too large: {'; '.join(bad)}" if bad else "every error is within its bar"]
     return "\n".join(lines)
+
+
+def _check_options(args: argparse.Namespace, local_ranks: int, request: Request) -> None:
+    """Raise ValueError, or what select raises, for options that cannot work here; no rank has been started yet."""
+    if local_ranks < 1:
+        raise ValueError(f"--nproc: got {local_ranks}, expected at least 1")
+    if not 0 < args.timeout <= LONGEST_TIMEOUT:
+        raise ValueError(f"--timeout: got {args.timeout:g}, expected a number above 0, at most {LONGEST_TIMEOUT}")
+    if request.device_type == "cuda" and torch.cuda.device_count() < local_ranks:
+        count = torch.cuda.device_count()
+        raise ValueError(f"--backend: got nccl with {count} GPU(s) for {local_ranks} rank(s), expected one for each")
+    select(request.op_backend, torch.device(request.device_type), needs_grad=True)
 
 
 def _chosen_case(args: argparse.Namespace) -> Case:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from flashqla_cp.cli import verify
 from flashqla_cp.cli.main import build_parser, main
@@ -41,6 +42,37 @@ def test_an_error_is_named_and_is_exit_code_1(
     text = capsys.readouterr().out
     assert "too large: op o against one rank; op dg against the oracle" in text
     assert "within its bar" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--nproc 0", "--nproc: got 0, expected at least 1"),
+        ("--nproc -2", "--nproc: got -2"),
+        ("--backend nccl", "--backend: got nccl with 0 GPU(s) for 2 rank(s)"),
+        ("--timeout -1", "--timeout: got -1, expected a number above 0"),
+        ("--timeout nan", "--timeout: got nan"),
+        ("--timeout inf", "--timeout: got inf"),
+        ("--op-backend tilelang --backend gloo", 'backend: "tilelang" cannot run here'),
+    ],
+)
+def test_options_that_cannot_work_are_one_line_and_exit_code_2(
+    options: str, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(*_: object, **__: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(verify, "run_ranks", started)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert main(["verify", *options.split()]) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith(f"verify: error: {text}") and error.count("\n") == 1
+
+
+def test_ranks_that_run_out_of_time_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--backend", "gloo", "--timeout", "0.001"]) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith("verify: error: no result from rank(s) 0, 1 after 0.001 s")
 
 
 def test_names_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
