@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,20 @@ def require_plotting() -> None:
             "loss.png needs matplotlib, which is not installed: pip install matplotlib (or flashqla-cp[train]), "
             "or go without the plot with --no-plot"
         )
+
+
+def require_folder(out: Path) -> None:
+    """Make the folder of a run's results. Raises ValueError where they could not be written."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "checkpoints").mkdir(exist_ok=True)
+        with tempfile.TemporaryFile(dir=out), open(out / "log.jsonl", "a"):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--out: got {str(out)!r}, expected a folder that can be made and written to; "
+            f"{error.filename}: {error.strerror}"
+        ) from error
 
 
 class Report:

@@ -18,6 +18,8 @@ from flashqla_cp.launch.step import Sharding, autocast_dtype
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
 EXCHANGES = ("auto", "allgather", "sharded", "hierarchical", "headwise")
+LARGEST = 2**63 - 1  # integer that torch takes
+WIDEST = 2**31 - 1  # row of a matrix whose size still is such an integer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def check_settings(args: argparse.Namespace, size: int) -> None:
     """Raise ValueError for settings that cannot work with `size` processes; nothing has been communicated yet."""
     least = {"seq_len": 2, "batch_size": 1, "micro_batch": 1, "num_layers": 1, "cp": 1, "steps": 0, "warmup": 0}
-    least |= {"save_every": 0, "keep": 1, "seed": 0}
+    least |= {"save_every": 0, "keep": 1, "seed": 0, "hidden_size": 1, "num_heads": 1, "num_v_heads": 1, "head_dim": 1}
     for name, smallest in least.items():
-        if getattr(args, name) < smallest:
-            raise ValueError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected at least {smallest}")
+        if not smallest <= getattr(args, name) <= LARGEST:
+            limit = f"least {smallest}" if getattr(args, name) < smallest else f"most {LARGEST}"
+            raise ValueError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected at {limit}")
+    if not 0 < args.expand_v < float("inf"):
+        raise ValueError(f"--expand-v: got {args.expand_v}, expected a number above 0")
+    for name, width in {
+        "--hidden-size": args.hidden_size,
+        "--num-heads x --head-dim": args.num_heads * args.head_dim,
+        "--num-v-heads x --head-dim x --expand-v": args.num_v_heads * args.head_dim * args.expand_v,
+    }.items():
+        if width > WIDEST:
+            raise ValueError(f"{name}: got {width}, expected at most {WIDEST}")
     for name in ("lr", "final_lr_ratio", "weight_decay", "clip"):
         if not 0 <= getattr(args, name) < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')}: got {getattr(args, name)}, expected a number of at least 0")
@@ -82,7 +94,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
     )
     torch.manual_seed(args.seed)
     # Drawn on the CPU, so that the same seed gives the same weights on every device.
-    model = ByteModel(shape, backend=args.backend, checkpointing=args.checkpoint)
+    model = _build(shape, args)
     if args.resume is None:
         resume = None
     else:
@@ -102,6 +114,13 @@ def prepare(args: argparse.Namespace) -> Prepared:
         autocast=autocast_dtype(args.dtype, device),
         resume=resume,
     )
+
+
+def _build(shape: ModelShape, args: argparse.Namespace) -> ByteModel:
+    try:
+        return ByteModel(shape, backend=args.backend, checkpointing=args.checkpoint)
+    except (RuntimeError, MemoryError) as error:
+        raise ValueError(f"no memory for a model of this size: {shape}") from error
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 from flashqla_cp.launch.model import ByteModel, decay_groups
 from flashqla_cp.launch.parity import parity_check
 from flashqla_cp.launch.ranks import Ranks, join_ranks
-from flashqla_cp.launch.report import Report
+from flashqla_cp.launch.report import Report, require_folder
 from flashqla_cp.launch.settings import Prepared, add_arguments, prepare
 from flashqla_cp.launch.step import accumulate, gradients, learning_rate
 
@@ -41,18 +41,19 @@ def run(args: argparse.Namespace) -> int:
     """Train as the parsed options say and return the exit code: 0, 1 for a failed parity check, 2 for bad settings."""
     try:
         prepared = prepare(args)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # OSError: of a path that no system call takes
         return refuse(error)
     with join_ranks(args.cp, prepared.device) as ranks:
         try:
             ranks.require_equal(f"{prepared.data.digest()} {settings_of(args, prepared)} {prepared.resume}")
             model, optimizer, start = begin(args, prepared, ranks)
+            ranks.together(lambda: require_folder(args.out) if ranks.rank == 0 else None)
         except ValueError as error:
             return refuse(error)
         return train(args, prepared, ranks, model, optimizer, start)
 
 
-def refuse(error: ValueError) -> int:
+def refuse(error: ValueError | OSError) -> int:
     """Print a settings error as one line and return its exit code."""
     rank = int(os.environ.get("RANK", "0"))
     print(f"train: error{f' (rank {rank})' if rank else ''}: {error}", file=sys.stderr, flush=True)
@@ -159,7 +160,7 @@ def describe(args: argparse.Namespace, prepared: Prepared, ranks: Ranks, start: 
     ]
     if prepared.resume is not None:
         lines.append(f"resuming after step {start} from {prepared.resume}")
-        saved, now = checkpoints.read_settings(prepared.resume).get("curve", {}), settings_of(args, prepared)["curve"]
+        saved, now = checkpoints.read_settings(prepared.resume)["curve"], settings_of(args, prepared)["curve"]
         changed = [name for name in now if saved.get(name) != now[name]]
         if changed:
             lines.append(f"warning: changed since that checkpoint, so the curve will differ: {', '.join(changed)}")

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from flashqla_cp.launch import train
+from flashqla_cp.launch import checkpoints, train
+from flashqla_cp.launch.ranks import Ranks
 from flashqla_cp.launch.report import read_log
 from flashqla_cp.testing.spawn import run_ranks
 
@@ -142,6 +145,34 @@ def test_a_damaged_checkpoint_stops_all_ranks(
         assert not (shared / "out").exists()
     finally:
         (start / ".metadata").write_bytes(index)
+
+
+def load_on_rank(rank: int, folders: list[Path]) -> str:
+    """The error of loading this rank's own folder; other ranks have others, as hosts without a shared folder do."""
+    ranks = Ranks(rank=rank, world_size=2, data_rank=0, data_size=1, cp_group=None, device=torch.device("cpu"))
+    model = nn.Linear(2, 3)
+    with pytest.raises(ValueError) as caught:
+        checkpoints.load(folders[rank], model, torch.optim.AdamW(model.parameters()), ranks)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", [".metadata", "settings.json", "__0_0.distcp"])
+def test_damage_that_one_rank_meets_is_an_error_of_all(name: str, tmp_path: Path) -> None:
+    alone = Ranks(rank=0, world_size=1, data_rank=0, data_size=1, cp_group=None, device=torch.device("cpu"))
+    model, settings = nn.Linear(2, 3), {"model": {}, "curve": {}}
+    folders = [
+        checkpoints.save(tmp_path / host, 1, model, torch.optim.AdamW(model.parameters()), settings, alone)
+        for host in "ab"
+    ]
+    (folders[1] / name).write_bytes(b"{bad")
+    errors = run_ranks(load_on_rank, 2, folders)
+    assert all("on rank 1: " in error and "\n" not in error for error in errors)
+    assert len({error.split("on rank 1: ")[1] for error in errors}) == 1
+
+
+def test_an_out_that_cannot_be_made_stops_all_ranks(options: list[str], tmp_path: Path) -> None:
+    (tmp_path / "out").touch()
+    assert run_ranks(train_on_rank, 2, [*options, "--cp", "2", "--out", str(tmp_path / "out")]) == [2, 2]
 
 
 def test_resume_continues_bitwise(options: list[str], alone: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_learning_rate_rises_then_falls_along_a_cosine() -> None:
         (["--keep", "0"], 1, "--keep: got 0"),
         (["--lr", "nan"], 1, "--lr: got nan"),
         (["--clip", "-1"], 1, "--clip: got -1"),
+        (["--expand-v", "inf"], 1, "--expand-v: got inf, expected a number above 0"),
+        (["--expand-v", "nan"], 1, "--expand-v: got nan"),
+        (["--expand-v", "0"], 1, "--expand-v: got 0"),
+        (["--expand-v", "1e300"], 1, "--num-v-heads x --head-dim x --expand-v: got 1.28e"),
+        (["--seed", "99999999999999999999"], 1, "--seed: got 99999999999999999999, expected at most 92233"),
+        (["--seq-len", "99999999999999999999"], 1, "--seq-len: got 99999999999999999999, expected at most 92233"),
+        (["--hidden-size", "9999999999"], 1, "--hidden-size: got 9999999999, expected at most 2147483647"),
+        (["--head-dim", "0"], 1, "--head-dim: got 0, expected at least 1"),
     ],
 )
 def test_settings_that_cannot_work(options: list[str], processes: int, text: str) -> None:
@@ -65,6 +74,10 @@ def test_settings_that_work() -> None:
         ["--num-heads", "3"],
         ["--backend", "tilelang", "--device", "cpu"],
         ["--resume", "/no/such/folder"],
+        ["--resume", "x" * 5000],
+        ["--data", "x" * 5000],
+        ["--expand-v", "inf"],
+        ["--seed", "99999999999999999999"],
     ],
 )
 def test_errors_come_before_any_communication(
@@ -78,6 +91,33 @@ def test_errors_come_before_any_communication(
     error = capsys.readouterr().err
     assert error.startswith("train: error: ") and error.count("\n") == 1
     assert not dist.is_initialized() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda out: (out / "log.jsonl").mkdir(parents=True)])
+def test_results_that_cannot_be_written_are_told_before_the_first_step(
+    make: Callable[[Path], None], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(*_: object) -> None:
+        raise AssertionError("a step was done")
+
+    make(tmp_path / "out")
+    monkeypatch.setattr(train, "train_step", trained)
+    for out in (tmp_path / "out", Path("/dev/null/out"), Path("x" * 5000)):
+        assert train.main(["--no-plot", "--backend", "torch", "--device", "cpu", "--out", str(out)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("train: error: --out: got ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("cannot allocate"), MemoryError()])
+def test_a_model_without_memory_for_it_is_an_error_in_settings(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(settings, "ByteModel", build)
+    assert train.main(["--no-plot", "--backend", "torch", "--device", "cpu"]) == 2
+    assert capsys.readouterr().err.startswith("train: error: no memory for a model of this size: ModelShape(")
 
 
 def test_a_missing_matplotlib_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
