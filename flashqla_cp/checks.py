@@ -6,26 +6,27 @@ refused alike on every rank; what only one rank can see is refused there before 
 
 from __future__ import annotations
 
-import sys
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from flashqla_cp.parallel.context import CPContext
-from flashqla_cp.parallel.plan import check_offsets, read_offsets
+from flashqla_cp.parallel.plan import check_offsets, read_offsets, refuse_dtensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
     """A torch tensor, or anything with __dlpack__ taken over without a copy. Raises TypeError for the rest."""
+    refuse_dtensor(value, name)
     if isinstance(value, torch.Tensor):
-        tensors = sys.modules.get("torch.distributed.tensor")  # slow to import, and no DTensor exists before
-        if tensors is not None and isinstance(value, tensors.DTensor):
-            raise TypeError(f"{name}: DTensor is not supported; pass its local shard, value.to_local()")
         return value
     if hasattr(value, "__dlpack__"):
+        if any(stride < 0 for stride in getattr(value, "strides", None) or ()):
+            raise ValueError(f"{name}: a view with negative strides cannot be taken over; pass a copy")
         return torch.from_dlpack(value)
     raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(value).__name__}")
 
@@ -56,25 +57,38 @@ def check_op_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
             raise ValueError(f"{name}: expected shape {list(v.shape[:3])}, got {list(x.shape)}")
 
 
-def check_gate(A_log: torch.Tensor | None, dt_bias: torch.Tensor | None, num_v_heads: int, used: bool) -> None:
-    """A_log [HV] is required, and dt_bias [HV] allowed, with use_gate_in_kernel and only with it."""
+def as_parameter(value: Any, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
+    """A floating tensor of one shape on a device, or None if it is None. Raises TypeError or ValueError."""
+    if value is None:
+        return None
+    x = as_tensor(value, name)
+    if tuple(x.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(x.shape)}")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, DTYPES))}")
+    if x.device != device:
+        raise ValueError(f"{name}: is on {x.device}, expected {device}")
+    return x
+
+
+def check_gate(A_log: Any, dt_bias: Any, used: bool) -> None:
+    """A_log is required, and dt_bias allowed, with use_gate_in_kernel and only with it."""
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is not None and not used:
             raise ValueError(f"{name}: only allowed with use_gate_in_kernel=True")
-        if x is not None and x.shape != (num_v_heads,):
-            raise ValueError(f"{name}: expected shape [{num_v_heads}], got {list(x.shape)}")
     if used and A_log is None:
         raise ValueError("A_log: required with use_gate_in_kernel=True")
 
 
-def check_initial_state(state: torch.Tensor, expected: tuple[int, ...], device: torch.device) -> None:
-    """initial_state of the expected shape, floating, on the device of q."""
-    if tuple(state.shape) != expected:
-        raise ValueError(f"initial_state: expected shape {list(expected)}, got {list(state.shape)}")
-    if not state.dtype.is_floating_point:
-        raise TypeError(f"initial_state: expected a floating dtype, got {state.dtype}")
-    if state.device != device:
-        raise ValueError(f"initial_state: is on {state.device}, q is on {device}")
+def check_scale(scale: Any, head_k_dim: int) -> float:
+    """The scale as a number, K**-0.5 for None. Raises TypeError unless it is one, ValueError unless it is finite."""
+    if scale is None:
+        return head_k_dim**-0.5
+    if isinstance(scale, (bool, torch.Tensor)) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale: expected a number or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    return float(scale)
 
 
 def read_documents(
@@ -109,24 +123,15 @@ def read_documents(
 
 
 def check_conv_inputs(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    cp_context: CPContext | None,
+    x: torch.Tensor, weight: torch.Tensor, activation: str | None, cp_context: CPContext | None
 ) -> None:
-    """x [B, T, D], weight [D, W], bias [D]; a known activation; the width that the context was built for."""
+    """x [B, T, D], weight [D, W]; a known activation; the width that the context was built for."""
     if x.ndim != 3:
         raise ValueError(f"x: expected 3 dimensions [B, T, D], got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"x: dtype {x.dtype} is not one of {', '.join(map(str, DTYPES))}")
     if weight.ndim != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
         raise ValueError(f"weight: expected shape [{x.shape[2]}, W] with W >= 1, got {list(weight.shape)}")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(f"bias: expected shape [{weight.shape[0]}], got {list(bias.shape)}")
-    for name, other in (("weight", weight), ("bias", bias)):
-        if other is not None and other.device != x.device:
-            raise ValueError(f"{name}: is on {other.device}, x is on {x.device}")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f'activation: got {activation!r}, expected "silu", "swish" or None')
     planned = None if not isinstance(cp_context, CPContext) else cp_context.conv1d_kernel_size

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashqla_cp.checks import as_tensor, check_conv_inputs, read_documents
+from flashqla_cp.checks import as_parameter, as_tensor, check_conv_inputs, read_documents
 from flashqla_cp.kernels.reference import causal_conv
 from flashqla_cp.kernels.reference.causal_conv import ConvTable
 from flashqla_cp.parallel.context import CPContext
@@ -42,7 +42,10 @@ def causal_conv1d(
         TypeError, ValueError: a bad argument; the text names it.
     """
     x = as_tensor(x, "x")
-    check_conv_inputs(x, weight, bias, activation, cp_context)
+    weight = as_tensor(weight, "weight")
+    check_conv_inputs(x, weight, activation, cp_context)
+    as_parameter(weight, "weight", tuple(weight.shape), x.device)
+    bias = as_parameter(bias, "bias", tuple(weight.shape[:1]), x.device)
     offsets = read_documents(x, "x", cu_seqlens, None, cp_context)
     width = weight.shape[1]
     halo = None
@@ -104,6 +107,7 @@ def _document_table(offsets: Sequence[int], num_tokens: int, width: int, device:
     return ConvTable.of(offsets[:-1], lengths, num_tokens, nothing, 0, device)
 
 
+@torch.inference_mode(False)
 def _context_table(context: CPContext, width: int, device: torch.device) -> ConvTable:
     key = ("conv", width, device)
     if key not in context.memo:

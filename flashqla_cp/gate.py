@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 
 L2_EPS = 1e-6
+# Below the logarithm of the smallest subnormal number: -103.3 in fp32, -744.4 in fp64.
+GATE_FLOOR = {torch.float32: -128.0, torch.float64: -768.0}
 
 
 def log_decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -16,6 +18,14 @@ def log_decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None
     with torch.autocast(a.device.type, enabled=False):
         shifted = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
         return -A_log.to(dtype).exp() * F.softplus(shifted)
+
+
+def floor_gate(g: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """g in dtype, raised to where exp(g) is 0 in it anyway, so that -inf, a full reset, leaves no inf - inf behind.
+
+    The gradient below the floor is 0, as that of exp is.
+    """
+    return g.to(dtype).clamp(min=GATE_FLOOR[dtype])
 
 
 def write_strength(b: torch.Tensor, allow_neg_eigval: bool, dtype: torch.dtype) -> torch.Tensor:

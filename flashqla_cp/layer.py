@@ -18,15 +18,18 @@ Letters: B batch, T tokens, H key heads, HV value heads, K head_k_dim, V head_v_
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from flashqla_cp.checks import as_tensor, read_documents
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.program import Program
 
 BACKENDS = ("auto", "tilelang", "torch")
 
@@ -138,8 +141,14 @@ class GatedDeltaNet(nn.Module):
             ValueError: a wrong shape, cu_seqlens together with cp_context, or what causal_conv1d and
                 chunk_gated_delta_rule refuse.
         """
-        self._check_input(hidden_states, cu_seqlens, cp_context)
-        padding = _padding_rows(hidden_states, cu_seqlens, cp_context)
+        hidden_states = as_tensor(hidden_states, "hidden_states")
+        if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
+            got = tuple(hidden_states.shape)
+            raise ValueError(f"hidden_states: got shape {got}, expected [B, T, {self.hidden_size}]")
+        offsets = read_documents(hidden_states, "hidden_states", cu_seqlens, None, cp_context)
+        if cu_seqlens is not None:
+            cu_seqlens = torch.tensor(offsets)  # on the host, so that nobody reads them from the device again
+        padding = _padding_rows(hidden_states, offsets, cp_context)
         if padding is not None:
             hidden_states = hidden_states.masked_fill(padding, 0.0)
         q, k, v, z = self._project(hidden_states, cu_seqlens, cp_context)
@@ -183,10 +192,8 @@ class GatedDeltaNet(nn.Module):
             qkv = list(self._split_by_key_head(self.in_proj_qkv(hidden_states), (K, K, group_width)))
         mixed = torch.cat([x.flatten(2) for x in qkv], dim=-1)
         if self.use_short_conv:
-            # Under autocast the projection is narrower than the stored weight.
-            weight = self.conv1d.weight.squeeze(1).to(mixed.dtype)
-            bias = None if self.conv1d.bias is None else self.conv1d.bias.to(mixed.dtype)
-            mixed, _ = causal_conv1d(mixed, weight, bias, "silu", cu_seqlens, cp_context)
+            weight = self.conv1d.weight.squeeze(1)
+            mixed, _ = causal_conv1d(mixed, weight, self.conv1d.bias, "silu", cu_seqlens, cp_context)
         else:
             mixed = F.silu(mixed)
         q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)
@@ -195,23 +202,6 @@ class GatedDeltaNet(nn.Module):
     def _split_by_key_head(self, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
         """Split the last dimension, which holds `widths` columns for one key head after the other: [B, T, H, width]."""
         return x.unflatten(2, (self.num_heads, sum(widths))).split(list(widths), dim=3)
-
-    def _check_input(
-        self, hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None, cp_context: CPContext | None
-    ) -> None:
-        if hidden_states.dim() != 3 or hidden_states.shape[2] != self.hidden_size:
-            raise ValueError(
-                f"hidden_states: got shape {tuple(hidden_states.shape)}, expected [B, T, {self.hidden_size}]"
-            )
-        if cu_seqlens is not None and cp_context is not None:
-            raise ValueError("cu_seqlens: got offsets beside a cp_context, expected None (the context has them)")
-        if cu_seqlens is not None and (cu_seqlens.dim() != 1 or cu_seqlens.numel() == 0):
-            raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, expected [N + 1]")
-        if cp_context is not None and hidden_states.shape[:2] != (1, cp_context.local_tokens):
-            raise ValueError(
-                f"hidden_states: got shape {tuple(hidden_states.shape)}, expected "
-                f"[1, {cp_context.local_tokens}, {self.hidden_size}] as planned for rank {cp_context.rank}"
-            )
 
 
 class GatedRMSNorm(nn.Module):
@@ -245,22 +235,16 @@ class GatedRMSNorm(nn.Module):
 
 
 def _padding_rows(
-    hidden_states: torch.Tensor, cu_seqlens: torch.Tensor | None, cp_context: CPContext | None
+    hidden_states: torch.Tensor, offsets: Sequence[int], cp_context: CPContext | None
 ) -> torch.Tensor | None:
-    """Mask [T, 1] of the rows past the last document, None where it is known on the host that there are none."""
+    """Mask [T, 1] of the rows that belong to no document, None where there are none."""
     num_tokens, device = hidden_states.shape[1], hidden_states.device
-    if cu_seqlens is not None:
-        return (torch.arange(num_tokens, device=device) >= cu_seqlens[-1].to(device))[:, None]
-    if cp_context is None:
+    if cp_context is not None:
+        covered = Program.of_context(cp_context, device).covered
+        return None if covered is None else ~covered[:, None]
+    if offsets[-1] >= num_tokens:
         return None
-    key = ("padding rows", device)
-    if key not in cp_context.memo:
-        is_padding = torch.tensor([document < 0 for document in cp_context.segment_documents], dtype=torch.bool)
-        mask = torch.ones(num_tokens, dtype=torch.bool)  # rows past the last piece
-        inside = is_padding.repeat_interleave(cp_context.cu_seqlens_cpu.diff().long())
-        mask[: len(inside)] = inside
-        cp_context.memo[key] = mask[:, None].to(device) if mask.any() else None
-    return cp_context.memo[key]
+    return (torch.arange(num_tokens, device=device) >= offsets[-1])[:, None]
 
 
 def _check_sizes(

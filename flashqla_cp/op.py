@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
+from collections.abc import Callable, Sequence
 
 import torch
 
 from flashqla_cp.autograd import GatedDeltaRule
-from flashqla_cp.checks import as_tensor, check_gate, check_initial_state, check_op_inputs, read_documents
-from flashqla_cp.gate import l2_normalize, log_decay, write_strength
+from flashqla_cp.checks import as_parameter, as_tensor, check_gate, check_op_inputs, check_scale, read_documents
+from flashqla_cp.gate import floor_gate, l2_normalize, log_decay, write_strength
 from flashqla_cp.kernels.backend import select
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.headwise import Headwise
@@ -77,15 +77,17 @@ def chunk_gated_delta_rule(
     q, k, v, g, beta = (as_tensor(x, name) for name, x in named.items())
     check_op_inputs(q, k, v, g, beta)
     num_v_heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
-    check_gate(A_log, dt_bias, num_v_heads, use_gate_in_kernel)
+    check_gate(A_log, dt_bias, use_gate_in_kernel)
+    A_log = as_parameter(A_log, "A_log", (num_v_heads,), q.device)
+    dt_bias = as_parameter(dt_bias, "dt_bias", (num_v_heads,), q.device)
+    scale = check_scale(scale, key_dim)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
     offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, cp_context)
     num_documents = len(offsets) - 1
     state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
-    if initial_state is not None:
-        initial_state = as_tensor(initial_state, "initial_state")
-        check_initial_state(initial_state, (num_documents, num_v_heads, *state_dims), q.device)
+    state_shape = (num_documents, num_v_heads, *state_dims)
+    initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)
     needs_grad = torch.is_grad_enabled() and any(
         x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, A_log, dt_bias)
     )
@@ -100,22 +102,26 @@ def chunk_gated_delta_rule(
         flat = [x.masked_fill(~program.covered.view(-1, *[1] * (x.ndim - 1)), 0) for x in flat]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     query, key, value, gate, strength = flat
-    if use_qk_l2norm_in_kernel:
-        query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
     if A_log is not None:
         gate = log_decay(gate, A_log, dt_bias, dtype)
     if use_beta_sigmoid_in_kernel:
         strength = write_strength(strength, allow_neg_eigval, dtype)
-    tensors = [x.to(dtype) for x in (query, key, value, gate, strength)]
+    tensors = [query, key, value, floor_gate(gate, dtype), strength.to(dtype)]
     state = None
     if initial_state is not None:
         state = (initial_state.mT if state_v_first else initial_state).to(dtype)
 
-    scale = key_dim**-0.5 if scale is None else float(scale)
+    def run(program: Program, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        query, key, value, gate, strength = tensors
+        if use_qk_l2norm_in_kernel:
+            query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
+        wide = query.to(dtype), key.to(dtype), value.to(dtype), gate, strength
+        return GatedDeltaRule.apply(*wide, state, program, stages, scale)
+
     if cp_context is not None and cp_context.headwise is not None:
-        o, final_state = _run_headwise(cp_context, tensors, state, stages, scale, output_final_state)
+        o, final_state = _run_headwise(cp_context, cp_context.headwise, tensors, state, run)
     else:
-        o, final_state = GatedDeltaRule.apply(*tensors, state, program, stages, scale)
+        o, final_state = run(program, tensors, state)
     if state_v_first and final_state is not None:
         final_state = final_state.mT
     return o.view(v.shape).to(v.dtype), final_state if output_final_state else None
@@ -123,35 +129,29 @@ def chunk_gated_delta_rule(
 
 def _run_headwise(
     context: CPContext,
+    headwise: Headwise,
     tensors: list[torch.Tensor],
     state: torch.Tensor | None,
-    stages: ModuleType,
-    scale: float,
-    output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    run: Callable[..., tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole stream for some heads instead of some tokens for all heads."""
-    headwise: Headwise = context.headwise  # type: ignore[assignment]
-    plan, device = context.plan, tensors[0].device
+    plan, device, dtype = context.plan, tensors[0].device, tensors[2].dtype
     keys, values = headwise.owned_heads(tensors[0].shape[1], tensors[2].shape[1])
-    local = list(headwise.to_heads(headwise.tokens, tensors, (keys, keys, values, values, values)))
+    moved, rows, heads = list(tensors), [headwise.tokens] * 5, [keys, keys, values, values, values]
     if state is not None:
-        rows = headwise.entry_rows
         own = torch.tensor(plan.entry_documents(context.rank), dtype=torch.int64, device=device)
-        (state,) = headwise.to_heads(rows, [state.index_select(0, own)], [values])
-        *local, state = headwise.together(*local, state)
+        moved, rows, heads = [*moved, state.index_select(0, own)], [*rows, headwise.entry_rows], [*heads, values]
+    arrived = headwise.to_heads(moved, rows, heads)
+    local, state = arrived[:5], arrived[5] if state is not None else None
     if values[context.rank]:
-        program = Program.of_documents(plan.cu_seqlens, plan.num_tokens, device)
-        o, final_state = GatedDeltaRule.apply(*local, state, program, stages, scale)
+        o, final_state = run(Program.of_documents(plan.cu_seqlens, plan.num_tokens, device), local, state)
     else:
         # No head is left for this rank; it still takes part in every collective, in backward too: what is empty here
         # stays a part of the graph.
         o = local[2]
         empty = (plan.num_documents, 0, local[0].shape[2], o.shape[2])
-        final_state = o.reshape(empty) if state is None else state
-    (o,) = headwise.to_rows(headwise.tokens, [o], [values])
-    if not output_final_state:
-        return o, None
-    (ends,) = headwise.to_rows(headwise.exit_rows, [final_state], [values])
-    o, ends = headwise.together(o, ends)
+        final_state = o.reshape(empty).to(local[3].dtype) if state is None else state
+    results, rows = [o.to(dtype), final_state], [headwise.tokens, headwise.exit_rows]
+    o, ends = headwise.to_rows(results, rows, [values, values])
     own = torch.tensor(plan.exit_documents(context.rank), dtype=torch.int64, device=device)
     return o, ends.new_zeros(plan.num_documents, *ends.shape[1:]).index_copy(0, own, ends)

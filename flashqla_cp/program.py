@@ -77,6 +77,7 @@ class Program:
         )
 
     @classmethod
+    @torch.inference_mode(False)
     def of_context(cls, context: CPContext, device: torch.device) -> Program:
         """The fragments that this rank holds, in slot order; kept in the context."""
         key = ("program", device)

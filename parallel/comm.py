@@ -99,7 +99,7 @@ class Comm:
         return group
 
     def all_gather(self, local: torch.Tensor) -> Pending:
-        """Gather equal contiguous tensors: wait() returns [world_size, *local.shape]."""
+        """Gather equal tensors: wait() returns [world_size, *local.shape]."""
         if self.world_size == 1:
             return Pending(None, lambda: local[None])
         gathered = local.new_empty(self.world_size, *local.shape)
@@ -134,17 +134,24 @@ class Comm:
         local = torch.frombuffer(bytearray(message[:size].ljust(size, b"\0")), dtype=torch.uint8)
         return [bytes(row.tolist()) for row in self.all_gather(local.to(self._device())).wait().cpu()]
 
+    def forced_ranks_per_node(self) -> int | None:
+        """What FLASHQLA_CP_RANKS_PER_NODE says, if anything. Raises ValueError unless it divides the group."""
+        forced = os.environ.get("FLASHQLA_CP_RANKS_PER_NODE")
+        if forced is None:
+            return None
+        if not forced.isdecimal() or int(forced) < 1 or self.world_size % int(forced):
+            expected = f"a divisor of the group's {self.world_size} ranks"
+            raise ValueError(f"FLASHQLA_CP_RANKS_PER_NODE: got {forced!r}, expected {expected}")
+        return int(forced)
+
     def ranks_per_node(self) -> int:
         """Ranks that share a host, when all hosts hold equally many consecutive ranks; otherwise 1.
 
         FLASHQLA_CP_RANKS_PER_NODE overrides the discovery, which costs one small collective per group.
         """
-        forced = os.environ.get("FLASHQLA_CP_RANKS_PER_NODE")
+        forced = self.forced_ranks_per_node()
         if forced is not None:
-            if not forced.isdecimal() or int(forced) < 1 or self.world_size % int(forced):
-                expected = f"a divisor of the group's {self.world_size} ranks"
-                raise ValueError(f"FLASHQLA_CP_RANKS_PER_NODE: got {forced!r}, expected {expected}")
-            return int(forced)
+            return forced
         if self.group not in _nodes:
             hosts = self.all_gather_bytes(socket.gethostname().encode(), 64)
             _nodes[self.group] = tuple(hosts.index(host) for host in hosts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -50,18 +51,18 @@ def build_cp_context(
     """
     comm = Comm(group)
     plan, error = None, None
+    fingerprint = b""
     try:
-        plan = ShardPlan.build(
-            layout, _offsets(cu_seqlens, cu_seqlens_cpu), comm.world_size, _as_count(num_tokens), token_ranges
-        )
-        if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
-            raise ValueError(f"conv1d_kernel_size: got {conv1d_kernel_size}, expected at least 1")
+        offsets, total = _offsets(cu_seqlens, cu_seqlens_cpu), _as_count(num_tokens, "num_tokens", least=0)
+        plan = ShardPlan.build(layout, offsets, comm.world_size, total, token_ranges)
+        conv1d_kernel_size = _as_count(conv1d_kernel_size, "conv1d_kernel_size", least=1)
         check_exchange_name(exchange)
-    except (TypeError, ValueError) as caught:
+        settings = f"{exchange} {conv1d_kernel_size} {comm.forced_ranks_per_node()}"
+        fingerprint = plan.digest() + settings.encode()
+    except Exception as caught:  # whatever it is: the other ranks are waiting to be told
         error = caught
     if check_plan:
-        settings = f"{exchange} {conv1d_kernel_size}".encode()
-        check_plans(comm, plan.digest() + settings if plan is not None else b"", error)
+        check_plans(comm, fingerprint, error)
     elif error is not None:
         raise error
     assert plan is not None, "a rank without a plan has raised"
@@ -77,12 +78,13 @@ class CPContext:
     Attributes:
         plan: who owns which tokens. rank, world_size, group: this process in its group. exchange: strategy in use.
         local_tokens: rows this rank stores, its part of the padded tail included.
-        cu_seqlens, cu_seqlens_cpu: int32 offsets of the pieces this rank stores, in storage order, on the device of
-            the offsets given and on the CPU; stretches of padding between pieces count as pieces.
+        cu_seqlens, cu_seqlens_cpu: int32 offsets (int64 past 2^31 tokens) of the pieces this rank stores, in storage
+            order, on the device of the offsets given and on the CPU; padding between pieces counts as a piece.
         segment_documents: for each of those pieces its document, or -1 for padding.
         num_documents: documents of the whole stream.
     """
 
+    @torch.inference_mode(False)
     def __init__(
         self, plan: ShardPlan, comm: Comm, exchange: str, conv1d_kernel_size: int | None, device: torch.device
     ):
@@ -90,10 +92,10 @@ class CPContext:
         self.rank, self.world_size = comm.rank, comm.world_size
         self.local_tokens = plan.local_tokens(comm.rank)
         self.num_documents = plan.num_documents
-        self.headwise = Headwise(plan, comm) if exchange == "headwise" and comm.world_size > 1 else None
+        self.headwise = Headwise(plan, comm) if exchange == "headwise" and plan.fragments.crosses_ranks else None
         self.map_exchange: Exchange | None = None if self.headwise else map_exchange(exchange, plan, comm)
         offsets, documents = _local_pieces(plan, comm.rank)
-        self.cu_seqlens_cpu = torch.tensor(offsets, dtype=torch.int32)
+        self.cu_seqlens_cpu = torch.tensor(offsets, dtype=torch.int32 if offsets[-1] < 2**31 else torch.int64)
         self.cu_seqlens = self.cu_seqlens_cpu.to(device)
         self.segment_documents = tuple(documents)
         self.conv1d_kernel_size = conv1d_kernel_size
@@ -106,6 +108,7 @@ class CPContext:
         """The process group. Raises RuntimeError when it has been destroyed."""
         return self.comm.group
 
+    @torch.inference_mode(False)
     def halo(self, kernel_size: int) -> Halo:
         """Routes of the rows that a causal convolution over kernel_size tokens reads across cuts."""
         key = ("halo", kernel_size)
@@ -143,7 +146,7 @@ class CPContext:
         num_heads: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> dict[str, list[tuple[str, int]]]:
-        """Bytes this rank sends to other ranks in one call of the op, without states in or out.
+        """Bytes this rank sends to other ranks in one call of the op, without an initial state.
 
         Per direction ("forward", "backward") a list of (collective, bytes) in order of issue. Maps travel in fp32, in
         fp64 for fp64 inputs (dtype). exchange="headwise" sends the activations: give their dtype, and num_heads if
@@ -208,7 +211,13 @@ def _offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> list[int]:
     return read_offsets(given, name)
 
 
-def _as_count(num_tokens: Any) -> int | None:
-    if num_tokens is not None and (isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or num_tokens < 0):
-        raise ValueError(f"num_tokens: got {num_tokens!r}, expected a count of tokens or None")
-    return num_tokens
+def _as_count(value: Any, name: str, least: int) -> int | None:
+    if value is None:
+        return None
+    try:
+        count = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name}: got {value!r:.80}, expected an integer or None") from error
+    if isinstance(value, bool) or count < least:
+        raise ValueError(f"{name}: got {value!r}, expected an integer of at least {least}, or None")
+    return count

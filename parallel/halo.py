@@ -60,6 +60,7 @@ class Halo:
             bool(len(routes)),
         )
 
+    @torch.inference_mode(False)
     def _on(self, device: torch.device) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Rows to send, and the rounds of (arrived row, local row) in which gradients come home, each row once."""
         if device not in self._prepared:

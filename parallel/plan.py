@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -136,8 +137,12 @@ def check_offsets(offsets: Sequence[int], num_tokens: int | None, name: str = "c
 
 def read_offsets(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqlens") -> list[int]:
     """Offsets as Python integers; copies from the device if they live there. Raises TypeError unless 1-D integers."""
+    refuse_dtensor(cu_seqlens, name)
     if not isinstance(cu_seqlens, torch.Tensor):
-        cu_seqlens = torch.as_tensor(cu_seqlens)
+        try:
+            cu_seqlens = torch.as_tensor(cu_seqlens) if len(cu_seqlens) else torch.empty(0, dtype=torch.int64)
+        except (RuntimeError, TypeError, ValueError, OverflowError) as error:
+            raise TypeError(f"{name}: expected integer offsets [N+1], got {cu_seqlens!r:.80}: {error}") from error
     if cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype.is_complex or cu_seqlens.dtype == torch.bool:
         raise TypeError(f"{name}: expected integers, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1:
@@ -145,20 +150,32 @@ def read_offsets(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqle
     return cu_seqlens.tolist()
 
 
+def refuse_dtensor(value: object, name: str) -> None:
+    """Raise TypeError for a DTensor, told by what only it has, so that its slow module need not be loaded."""
+    if hasattr(value, "to_local") and hasattr(value, "device_mesh"):
+        raise TypeError(f"{name}: DTensor is not supported; pass its local shard, value.to_local()")
+
+
 def _short(values: Sequence[int]) -> str:
     return str(list(values)) if len(values) <= 8 else f"{list(values[:6])} and {len(values) - 6} more"
 
 
 def _as_ranges(token_ranges: Sequence[Sequence[Range]], world_size: int) -> list[list[Range]]:
+    expected = "expected a list of (start, end) pairs of integers for each rank"
+    if not isinstance(token_ranges, Sequence) or not all(isinstance(owned, Sequence) for owned in token_ranges):
+        raise TypeError(f"token_ranges: {expected}, got {token_ranges!r:.80}")
     if len(token_ranges) != world_size:
         raise ValueError(f"token_ranges: got {len(token_ranges)} lists, expected one per rank, {world_size}")
     ranges = []
     for rank, owned in enumerate(token_ranges):
         pairs = []
         for pair in owned:
-            if len(pair) != 2:
-                raise ValueError(f"token_ranges[{rank}]: expected (start, end) pairs, got {pair!r}")
-            pairs.append((int(pair[0]), int(pair[1])))
+            if not isinstance(pair, Sequence) or len(pair) != 2:
+                raise ValueError(f"token_ranges[{rank}]: expected (start, end) pairs, got {pair!r:.80}")
+            try:
+                pairs.append((operator.index(pair[0]), operator.index(pair[1])))
+            except TypeError as error:
+                raise TypeError(f"token_ranges[{rank}]: expected integers, got {pair!r:.80}") from error
         ranges.append(pairs)
     return ranges
 

@@ -196,6 +196,7 @@ class GatheredFold:
         self._kept_rows.append(part.owner * interior + part.corrects)
         return len(self._kept_rows) - 1
 
+    @torch.inference_mode(False)
     def _on(self, device: torch.device) -> tuple[ChainFold, ChainFold, torch.Tensor]:
         if device not in self._prepared:
             self._prepared[device] = (

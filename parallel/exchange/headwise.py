@@ -29,6 +29,7 @@ class RowTable:
     position: torch.Tensor
     _prepared: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
+    @torch.inference_mode(False)
     def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """(joined row of each stream position, stream position of each joined row)."""
         if device not in self._prepared:
@@ -77,50 +78,40 @@ class Headwise:
         values = list(range(sum(counts[:owner]), sum(counts[: owner + 1])))
         return [value // ratio for value in values], values
 
-    def to_heads(
-        self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]
-    ) -> Tensors:
-        """tensors [local rows, heads, ...] -> [all rows, own heads, ...]. heads[i][p]: tensor i's for owner p."""
-        return _ToHeads.apply(self.comm, rows, [_flat(per_owner) for per_owner in heads], *tensors)
+    def to_heads(self, tensors: Sequence[torch.Tensor], rows: Sequence[RowTable], heads: Sequence[Deal]) -> Tensors:
+        """tensors [local rows, heads, ...] -> [all rows, own heads, ...]. heads[i][p]: tensor i's for owner p.
 
-    def to_rows(
-        self, rows: RowTable, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Sequence[int]]]
-    ) -> Tensors:
-        """The way back for tensors whose heads are each owned once."""
-        return _ToRows.apply(self.comm, rows, [_flat(per_owner) for per_owner in heads], *tensors)
-
-    def together(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The same tensors, none of which is differentiated without the others.
-
-        Each came by a collective of its own; a rank whose loss reads only some of them must not leave out the rest.
+        Differentiated as one: whoever differentiates any of them takes part in the collectives of all.
         """
-        return _Together.apply(*tensors)
+        return _ToHeads.apply(self.comm, rows, [_flat(deal) for deal in heads], *tensors)
+
+    def to_rows(self, tensors: Sequence[torch.Tensor], rows: Sequence[RowTable], heads: Sequence[Deal]) -> Tensors:
+        """The way back for tensors whose heads are each owned once; differentiated as one, too."""
+        return _ToRows.apply(self.comm, rows, [_flat(deal) for deal in heads], *tensors)
 
     def traffic(
         self, num_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, dtype: torch.dtype
     ) -> dict[str, list[tuple[str, int]]]:
-        """Bytes sent to other ranks for q, k, v, g and beta there and o back; the way back mirrors it."""
-        rank, local = self.comm.rank, self.tokens.counts[self.comm.rank]
+        """Bytes sent to other ranks: q, k, v, g and beta there, o and the final states back; backward mirrors it."""
+        rank, tokens, exits = self.comm.rank, self.tokens.counts, self.exit_rows.counts
         keys, values = self.owned_heads(num_heads, num_v_heads)
-        rest = sum(self.tokens.counts) - local
+        item, wide = dtype.itemsize, max(4, dtype.itemsize)
 
-        def out(heads: Deal) -> int:
-            return (sum(map(len, heads)) - len(heads[rank])) * local
+        def out(deal: Deal, rows: Sequence[int], width: int) -> tuple[str, int]:
+            return "all_to_all", (sum(map(len, deal)) - len(deal[rank])) * rows[rank] * width
 
-        item, gate = dtype.itemsize, max(4, dtype.itemsize)
-        rows = (
-            (keys, head_k_dim * item),
-            (keys, head_k_dim * item),
-            (values, head_v_dim * item),
-            (values, gate),
-            (values, gate),
+        def back(deal: Deal, rows: Sequence[int], width: int) -> tuple[str, int]:
+            return "all_to_all", len(deal[rank]) * (sum(rows) - rows[rank]) * width
+
+        key, value, gate = (
+            (keys, tokens, head_k_dim * item),
+            (values, tokens, head_v_dim * item),
+            (values, tokens, wide),
         )
-        there = [("all_to_all", out(heads) * width) for heads, width in rows]
-        back = [("all_to_all", len(heads[rank]) * rest * width) for heads, width in rows]
-        v_row = head_v_dim * item
+        arguments, results = (key, key, value, gate, gate), (value, (values, exits, head_k_dim * head_v_dim * wide))
         return {
-            "forward": [*there, ("all_to_all", len(values[rank]) * rest * v_row)],
-            "backward": [("all_to_all", out(values) * v_row), *back],
+            "forward": [*(out(*move) for move in arguments), *(back(*move) for move in results)],
+            "backward": [*(out(*move) for move in results), *(back(*move) for move in arguments)],
         }
 
 
@@ -163,38 +154,31 @@ def _gather_heads(comm: Comm, rows: RowTable, heads: HeadTable, num_heads: int, 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: Comm, rows: RowTable, heads: list[HeadTable], *tensors: torch.Tensor) -> Tensors:
+    def forward(
+        ctx: Any, comm: Comm, rows: Sequence[RowTable], heads: list[HeadTable], *tensors: torch.Tensor
+    ) -> Tensors:
         ctx.comm, ctx.rows, ctx.heads = comm, rows, heads
         ctx.num_heads = [x.shape[1] for x in tensors]
-        return tuple(_gather_rows(comm, rows, table, x) for table, x in zip(heads, tensors, strict=True))
+        return tuple(_gather_rows(comm, *move) for move in zip(rows, heads, tensors, strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        swap = zip(ctx.heads, ctx.num_heads, grads, strict=True)
-        return None, None, None, *(_gather_heads(ctx.comm, ctx.rows, table, n, x) for table, n, x in swap)
+        moves = zip(ctx.rows, ctx.heads, ctx.num_heads, grads, strict=True)
+        return None, None, None, *(_gather_heads(ctx.comm, *move) for move in moves)
 
 
 class _ToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, comm: Comm, rows: RowTable, heads: list[HeadTable], *tensors: torch.Tensor) -> Tensors:
+    def forward(
+        ctx: Any, comm: Comm, rows: Sequence[RowTable], heads: list[HeadTable], *tensors: torch.Tensor
+    ) -> Tensors:
         ctx.comm, ctx.rows, ctx.heads = comm, rows, heads
-        swap = zip(heads, tensors, strict=True)
-        return tuple(_gather_heads(comm, rows, table, len(table[0]), x) for table, x in swap)
+        counts = [len(order) for order, _ in heads]
+        return tuple(_gather_heads(comm, *move) for move in zip(rows, heads, counts, tensors, strict=True))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
-        swap = zip(ctx.heads, grads, strict=True)
-        return None, None, None, *(_gather_rows(ctx.comm, ctx.rows, table, x) for table, x in swap)
-
-
-class _Together(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *tensors: torch.Tensor) -> Tensors:
-        return tuple(x.view_as(x) for x in tensors)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> Tensors:
-        return grads
+        moves = zip(ctx.rows, ctx.heads, grads, strict=True)
+        return None, None, None, *(_gather_rows(ctx.comm, *move) for move in moves)

@@ -188,6 +188,7 @@ class Hierarchical(Exchange):
     def _row(self, part: Part, count: int, place: int | None) -> int | None:
         return None if place is None else (part.owner - self.node * self.size) * count + place
 
+    @torch.inference_mode(False)
     def _on(self, device: torch.device) -> tuple[Sweep, Sweep]:
         if device in self._prepared:
             return self._prepared[device]

@@ -104,12 +104,14 @@ class Scan(Exchange):
         ]
         return Round.of(hops, self.comm.rank, self.comm.world_size, last=False)
 
+    @torch.inference_mode(False)
     def _on(self, device: torch.device) -> tuple[list[Round], Round]:
         if device not in self._prepared:
             self._prepared[device] = ([step.on(device) for step in self.rounds], self.shift.on(device))
         return self._prepared[device]
 
     def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
+        # Each round needs the one before it, so all of them run when the states are waited for.
         return PendingStates(lambda: self._forward(boundary, correction))
 
     def _forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> Arrived:

@@ -71,7 +71,23 @@ def test_sharded_layer_equals_the_whole(placing: dict[str, Any], pg: dist.Proces
 def test_wrong_number_of_rows(pg: dist.ProcessGroup) -> None:
     layer = GatedDeltaNet(hidden_size=8, head_dim=4, num_heads=1, backend="torch")
     context = build_cp_context([0, 9], pg, conv1d_kernel_size=4)
-    with pytest.raises(ValueError, match=rf"expected \[1, {context.local_tokens}, 8\] as planned for rank"):
+    with pytest.raises(
+        ValueError, match=f"hidden_states: has 9 tokens, rank {context.rank} stores {context.local_tokens}"
+    ):
         layer(torch.zeros(1, 9, 8), cp_context=context)
-    with pytest.raises(ValueError, match="cu_seqlens: got offsets beside a cp_context"):
+    with pytest.raises(ValueError, match="cu_seqlens: not allowed with cp_context"):
         layer(torch.zeros(1, context.local_tokens, 8), cu_seqlens=torch.tensor([0, 9]), cp_context=context)
+
+
+def test_training_after_inference_with_the_same_context(pg: dist.ProcessGroup) -> None:
+    """What a context prepares on first use, in inference mode too, later calls can differentiate through."""
+    torch.manual_seed(0)
+    layer = GatedDeltaNet(hidden_size=8, head_dim=4, num_heads=1, backend="torch")
+    context = build_cp_context([0, 60, 100], pg, num_tokens=107)
+    x = context.shard(torch.randn(1, 107, 8))
+    with torch.inference_mode():
+        first = layer(x, cp_context=context).clone()
+    y = layer(x, cp_context=context)
+    y.square().sum().backward()
+    assert torch.equal(first, y)
+    assert all(torch.isfinite(p.grad).all() for p in layer.parameters())

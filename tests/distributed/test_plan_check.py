@@ -46,6 +46,28 @@ def test_every_rank_raises_when_one_cannot_plan(pg, all_ranks) -> None:
     assert all("rank 1" in text and texts[1] in text for rank, text in enumerate(texts) if rank != 1), texts
 
 
+@pytest.mark.parametrize("offsets", [None, "abc", [[0, 3]], [0, 2**70], [0.0, 3.0], 5])
+def test_no_rank_hangs_on_another_ones_nonsense(offsets: object, pg, all_ranks) -> None:
+    def build() -> str:
+        try:
+            build_cp_context(offsets if dist.get_rank() == 1 else [0, 120], pg)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    texts = all_ranks(build())
+    assert texts[1].startswith(("TypeError: cu_seqlens", "ValueError: cu_seqlens")), texts[1]
+    assert all(text.startswith("RuntimeError: rank 1") for rank, text in enumerate(texts) if rank != 1), texts
+
+
+@pytest.mark.parametrize("value", ["1", "7"])
+def test_nodes_of_one_rank_only(value: str, pg, all_ranks, monkeypatch) -> None:
+    if dist.get_rank() == 1:
+        monkeypatch.setenv("FLASHQLA_CP_RANKS_PER_NODE", value)
+    texts = all_ranks(_build(pg, exchange="hierarchical"))
+    assert all("planned something else" in text or "FLASHQLA_CP_RANKS_PER_NODE" in text for text in texts), texts
+
+
 def test_the_group_works_after_a_disagreement(pg, all_ranks) -> None:
     _build(pg, **({"layout": "zigzag"} if dist.get_rank() == 1 else {}))
     assert all_ranks(_build(pg)) == [""] * dist.get_world_size()

@@ -141,3 +141,17 @@ def test_states_on_one_side_only(
     for name in wanted.split(" and "):
         whole = add_up(leaves[name].grad) if name in problem.shared else context.unshard(leaves[name].grad)
         assert relative_l2(whole, expected[f"d{name}"]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("exchange", STRATEGIES)
+def test_ranks_may_want_different_things(exchange: str, make_context, device, op_under_test, all_ranks) -> None:
+    """A gradient of the initial state, or the final state, on one rank only changes no collective."""
+    case = Case(id="", cu_seqlens=(0, 100, 230), states=True, gates="weak", exchange=exchange)
+    context = make_context(case)
+    local = shard_problem(op_problem(case, device=device), context)
+    leaves = {name: x.clone().requires_grad_() for name, x in {**local.tokens, **local.shared}.items()}
+    leaves["initial_state"].requires_grad_(context.rank == 0)
+    o, final_state = op_under_test(**leaves, output_final_state=context.rank == 1, cp_context=context)
+    (o * local.upstream["o"]).sum().backward()
+    assert all_ranks(final_state is not None) == [rank == 1 for rank in range(context.world_size)]
+    assert all_ranks(leaves["initial_state"].grad is not None)[0]

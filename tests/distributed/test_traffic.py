@@ -138,3 +138,23 @@ def test_a_context_costs_one_small_collective(make_context, all_ranks) -> None:
         make_context(Case(id=""), exchange="allgather", check_plan=False)
     assert len(checked) == 1 and checked[0].bytes_sent <= 1024 * dist.get_world_size()
     assert unchecked == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_headwise_sends_the_activations_in_their_own_type(dtype, make_context, device, op_under_test) -> None:
+    context = make_context(LONG, exchange="headwise")
+    problem = shard_problem(op_problem(LONG, dtype, device), context)
+    leaves = {name: x.clone().requires_grad_() for name, x in problem.tokens.items()}
+    with record_collectives() as forward:
+        o, _ = op_under_test(**leaves, cp_context=context)
+    with record_collectives() as backward:
+        o.backward(problem.upstream["o"])
+    said = context.comm_bytes(LONG.num_v_heads, LONG.head_k_dim, LONG.head_v_dim, num_heads=LONG.num_heads, dtype=dtype)
+    logs = {"forward": forward, "backward": backward}
+    assert {way: [(record.name, record.bytes_sent) for record in log] for way, log in logs.items()} == said
+
+
+def test_headwise_sends_nothing_where_no_document_crosses(make_context, device, op_under_test, pg) -> None:
+    length = 50 * pg.size()
+    case = Case(id="", cu_seqlens=tuple(range(0, length + 1, 50)), exchange="headwise")
+    assert _step(case, make_context(case), device, op_under_test) == {"forward": [], "backward": []}

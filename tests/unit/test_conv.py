@@ -111,3 +111,19 @@ def test_refuses(name: str) -> None:
     with pytest.raises(error) as caught:
         causal_conv1d(**{"x": x, "weight": weight, **change(x, weight)})
     assert argument in str(caught.value).split(":")[0], caught.value
+
+
+@pytest.mark.parametrize(
+    ("weight", "bias", "kind", "text"),
+    [
+        (torch.ones(5, 4, dtype=torch.complex64), None, TypeError, "weight: dtype"),
+        (torch.ones(5, 4, dtype=torch.int64), None, TypeError, "weight: dtype"),
+        ([[1.0]], None, TypeError, "weight: expected a tensor"),
+        (torch.ones(5, 4), torch.ones(5, dtype=torch.bool), TypeError, "bias: dtype"),
+        (torch.ones(5, 4), [0.0], TypeError, "bias: expected a tensor"),
+        (torch.ones(5, 4, device="meta"), None, ValueError, "weight: is on meta"),
+    ],
+)
+def test_refuses_parameters_that_are_none(weight, bias, kind, text):
+    with pytest.raises(kind, match=text):
+        causal_conv1d(torch.zeros(1, 7, 5), weight, bias)

@@ -210,7 +210,7 @@ def test_wrong_options(options: dict[str, Any], text: str) -> None:
         ((8, 24), None, "hidden_states: got shape"),
         ((2, 8, 24), [0, 8], "cu_seqlens"),
         ((1, 8, 24), [0, 9], "cu_seqlens"),
-        ((1, 8, 24), [[0, 8]], r"cu_seqlens: got shape \(1, 2\)"),
+        ((1, 8, 24), [[0, 8]], r"cu_seqlens: expected offsets of shape \[N\+1\], got \[1, 2\]"),
     ],
 )
 def test_wrong_input(shape: tuple[int, ...], offsets: Any, text: str) -> None:

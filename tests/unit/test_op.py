@@ -233,3 +233,65 @@ def test_results_of_two_calls_are_equal_bit_by_bit() -> None:
     arguments = {"cu_seqlens": problem.cu_seqlens}
     first, second = (differentiate(chunk_gated_delta_rule, problem, **arguments) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("gate", [-float("inf"), -1e30, -200.0])
+def test_a_gate_that_forgets_everything(gate: float, dtype: torch.dtype) -> None:
+    inputs = make_inputs(100, 1, 2, 8, 8, gates="weak", dtype=dtype)
+    with torch.no_grad():
+        inputs["g"][:, [0, 30, 31, 64, 99]] = gate
+    results, expected = [], []
+    for function, out, cast in (
+        (chunk_gated_delta_rule, results, dtype),
+        (op_oracle, expected, torch.float64),
+    ):
+        leaves = {name: x.detach().to(cast).requires_grad_() for name, x in inputs.items()}
+        o = function(**leaves)[0]
+        o.square().sum().backward()
+        out += [o.detach(), *(x.grad for name, x in leaves.items() if name != "g")]
+        out.append(leaves["g"].grad.index_select(1, torch.tensor([29, 32, 70])))
+    for got, reference in zip(results, expected, strict=True):
+        # Sums of gates inside a chunk reach 4 * 128 in fp32, and the tokens behind feel their rounding.
+        assert relative_l2(got, reference) <= (1e-10 if dtype == torch.float64 else 4 * 128 * 2.0**-24)
+
+
+class _Sharded:
+    """What a DTensor is recognised by."""
+
+    device_mesh = None
+
+    def to_local(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "text"),
+    [
+        ({"scale": "x"}, TypeError, "scale: expected a number"),
+        ({"scale": torch.tensor(1.0)}, TypeError, "scale: expected a number"),
+        ({"scale": float("nan")}, ValueError, "scale: expected a finite number"),
+        ({"A_log": torch.zeros(2, dtype=torch.complex64)}, TypeError, "A_log: dtype"),
+        ({"A_log": torch.zeros(2, dtype=torch.int64)}, TypeError, "A_log: dtype"),
+        ({"A_log": torch.zeros(2, device="meta")}, ValueError, "A_log: is on meta"),
+        ({"A_log": [0.0, 0.0]}, TypeError, "A_log: expected a tensor"),
+        ({"A_log": _Sharded()}, TypeError, "A_log: DTensor is not supported"),
+        ({"A_log": torch.zeros(2), "dt_bias": _Sharded()}, TypeError, "dt_bias: DTensor is not supported"),
+        ({"initial_state": _Sharded()}, TypeError, "initial_state: DTensor is not supported"),
+        ({"q": _Sharded()}, TypeError, "q: DTensor is not supported"),
+        ({"cu_seqlens": "abc"}, TypeError, "cu_seqlens: expected integer offsets"),
+        ({"cu_seqlens": [0, 2**70]}, TypeError, "cu_seqlens: expected integer offsets"),
+    ],
+)
+def test_refuses_what_is_no_tensor_or_number(changes: dict[str, object], kind: type[Exception], text: str) -> None:
+    inputs = make_inputs(9, 1, 2, 4, 4, dtype=torch.float32)
+    with pytest.raises(kind, match=text):
+        chunk_gated_delta_rule(**{**inputs, "use_gate_in_kernel": "A_log" in changes, **changes})
+
+
+def test_takes_arrays_and_refuses_negative_strides() -> None:
+    inputs = {name: x.detach().numpy() for name, x in make_inputs(9, 1, 2, 4, 4, dtype=torch.float32).items()}
+    o, _ = chunk_gated_delta_rule(**inputs)
+    expected, _ = chunk_gated_delta_rule(**{name: torch.from_numpy(x) for name, x in inputs.items()})
+    assert torch.equal(o, expected)
+    with pytest.raises(ValueError, match="q: a view with negative strides"):
+        chunk_gated_delta_rule(**{**inputs, "q": inputs["q"][:, ::-1]})

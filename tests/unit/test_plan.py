@@ -118,3 +118,9 @@ def test_offsets_are_integers_of_one_dimension():
         read_offsets(torch.tensor([0.0, 3.0]))
     with pytest.raises(ValueError, match=r"shape \[N\+1\], got \[1, 2\]"):
         read_offsets(torch.tensor([[0, 3]]))
+
+
+@pytest.mark.parametrize("ranges", [5, [(0, 4)], [[None]], [[(0, 3.7)], [(3.2, 4)]], [[("0", "4")], []], [[(0, 4)], 7]])
+def test_ranges_are_pairs_of_integers(ranges):
+    with pytest.raises((TypeError, ValueError), match="token_ranges"):
+        ShardPlan.build("custom", [0, 4], 2, token_ranges=ranges)
