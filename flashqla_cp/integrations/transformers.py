@@ -203,7 +203,8 @@ def _bind_batch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     inputs = [told.get(name) for name in ("hidden_states", "inputs_embeds", "input_ids")]
     rows = next((x for x in inputs if x is not None), None)
     decodes = _cache_of(told) is not None and not _trains(module)
-    if ARGUMENT not in kwargs and rows is not None and not decodes:
+    # Padded rows, whose positions mean little, end in the layer: refused, or left to transformers with a cache.
+    if ARGUMENT not in kwargs and rows is not None and not decodes and not _is_padded(told.get("attention_mask")):
         kwargs = kwargs | {ARGUMENT: _find(module, told, rows)}
     kwargs.pop("cp_context", None)
     return args, kwargs
@@ -245,12 +246,16 @@ def _check_cache(layer: Any, documents: Documents | None) -> None:
     _say_once(f"with a cache {type(layer).__name__} runs the forward of transformers, not this library")
 
 
+def _is_padded(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask == 1).all())
+
+
 def _refuse_padding(mask: torch.Tensor | None) -> None:
     if mask is None:
         return
     if mask.ndim != 2:
         raise ValueError(f"attention_mask: got shape {list(mask.shape)}, expected None or ones of shape [B, T]")
-    if not bool((mask == 1).all()):
+    if _is_padded(mask):
         what = "zeros (padding)" if bool((mask == 0).any()) else "values other than 1"
         raise ValueError(
             f"attention_mask: got {what}, expected ones; pack the documents into one row without padding and tell "
