@@ -13,7 +13,7 @@ from sources import imported_modules, product_files
 
 FLOORS = {
     "face": [
-        {"gate", "checks", "program"},
+        {"gate", "checks", "program", "active"},
         {"library", "autograd"},
         {"op", "conv"},
         {"layer"},

@@ -1,0 +1,57 @@
+"""The context of the micro-batch that runs now, for frameworks whose layers take no cp_context argument.
+
+A plugin reads it once, where the framework's model is entered, and from there passes it on as an argument, so that
+activation checkpointing stores it with the layer's other arguments. It is never read inside backward: that may run in
+a thread that knows nothing of it, after the block has ended, or inside the block of another micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+from flashqla_cp.parallel.context import CPContext
+
+_active: ContextVar[CPContext | None] = ContextVar("flashqla_cp_active_context", default=None)
+
+
+@contextmanager
+def use_context(context: CPContext) -> Iterator[CPContext]:
+    """Run the forward passes inside the block with this context. backward() may be called inside or outside.
+
+    Blocks nest, the innermost counts; a thread started inside starts without. Calling a layer's forward again during
+    backward (activation checkpointing) uses the context of its first call, not that of the block around backward.
+
+    Raises:
+        TypeError: context is not what build_cp_context returns.
+    """
+    if not isinstance(context, CPContext):
+        raise TypeError(f"context: expected a CPContext from build_cp_context, got {type(context).__name__}")
+    token = _active.set(context)
+    try:
+        yield context
+    finally:
+        _active.reset(token)
+
+
+def active_context() -> CPContext | None:
+    """The innermost use_context of this thread, None outside of any.
+
+    Raises:
+        RuntimeError: called during backward, where it may be that of another micro-batch.
+    """
+    if in_backward():
+        raise RuntimeError(
+            "cp_context: a layer is called again during backward, and its first call did not get its documents as an "
+            "argument; checkpoint whole decoder layers of a model that is called as a whole, or pass cp_context=... "
+            "(None without one) to the checkpointed layer"
+        )
+    return _active.get()
+
+
+def in_backward() -> bool:
+    """Whether this thread is executing a backward pass, as in torch.utils.checkpoint."""
+    return bool(torch._C._current_graph_task_id() != -1)

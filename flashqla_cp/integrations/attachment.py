@@ -1,0 +1,111 @@
+"""Give modules of a foreign model another forward and take it back: dynamic subclasses, parameters untouched."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from flashqla_cp.integrations.documents import Sharding
+
+KEY = "flashqla_cp"  # attribute of every module that was changed
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_subclasses: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+WRAPPED = {"_orig_mod": "torch.compile", "_checkpoint_wrapped_module": "checkpoint wrapping"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Attachment:
+    """What a changed module knows.
+
+    names: parameters of its own forward. original: its own class, None where only a hook was added. hook: its handle.
+    """
+
+    sharding: Sharding
+    backend: str
+    names: tuple[str, ...]
+    original: type[nn.Module] | None = None
+    hook: Any = None
+
+
+def swap_class(module: nn.Module, mixin: type[nn.Module], sharding: Sharding, backend: str) -> None:
+    """Put the mixin in front of the module's class."""
+    original = type(module)
+    attachment = Attachment(sharding=sharding, backend=backend, names=forward_names(module), original=original)
+    module.__class__ = _subclass(mixin, original)
+    setattr(module, KEY, attachment)
+
+
+def add_hook(module: nn.Module, hook: Any, sharding: Sharding, backend: str) -> None:
+    """Let hook(module, args, kwargs) -> (args, kwargs) see every call of the module."""
+    handle = module.register_forward_pre_hook(hook, with_kwargs=True)
+    names = forward_names(module)
+    setattr(module, KEY, Attachment(sharding=sharding, backend=backend, names=names, hook=handle))
+
+
+def is_changed(module: nn.Module) -> bool:
+    return KEY in module.__dict__
+
+
+def restore(modules: list[nn.Module]) -> None:
+    """Undo swap_class and add_hook; raises ValueError, before it changes anything, if a class was swapped again."""
+    for module in modules:
+        original = getattr(module, KEY).original
+        if original is not None and original not in type(module).__bases__:
+            raise ValueError(
+                f"model: a layer was wrapped since, {type(module).__name__}; expected it as it was enabled"
+            )
+    for module in modules:
+        attachment = getattr(module, KEY)
+        if attachment.hook is not None:
+            attachment.hook.remove()
+        if attachment.original is not None:
+            module.__class__ = attachment.original
+        delattr(module, KEY)
+
+
+def check_unwrapped(name: str, module: nn.Module) -> None:
+    """Raise ValueError for a module whose forward something else has replaced or captured already."""
+    by = next((text for child, text in WRAPPED.items() if child in module._modules), None)
+    if isinstance(module, FSDPModule):
+        by = "fully_shard"
+    elif module._compiled_call_impl is not None:
+        by = "torch.compile"
+    elif "forward" in module.__dict__:
+        by = "an accelerate hook or another replacement of its forward"
+    if by is not None:
+        raise ValueError(f"model: {name or 'the model'} has been through {by}; enable context parallelism before")
+
+
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """Names of the positional parameters of a module's forward."""
+    return tuple(name for name, p in _parameters(module).items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def passes_on(module: nn.Module, *names: str) -> bool:
+    """Whether a forward takes one of these parameters and any further keywords."""
+    found = _parameters(module)
+    keywords = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in found.values())
+    return keywords and any(name in found for name in names)
+
+
+def modules_above(model: nn.Module, name: str) -> list[nn.Module]:
+    """The modules that hold model.<name>, nearest first, without lists and other containers."""
+    parts = name.split(".") if name else []
+    holders = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts))]
+    return [module for module in reversed(holders) if not isinstance(module, CONTAINERS)]
+
+
+def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(module.forward).parameters)
+
+
+def _subclass(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """One class for all modules of a class. Its name stays: wrapping policies look for decoder layers by it."""
+    if (mixin, original) not in _subclasses:
+        namespace = {"__module__": original.__module__, "__doc__": mixin.__doc__}
+        _subclasses[mixin, original] = type(original.__name__, (mixin, original), namespace)
+    return _subclasses[mixin, original]

@@ -1,0 +1,252 @@
+"""Which documents a batch holds, from what a framework hands to a model: one source decides, all others must agree.
+
+The sources, in order: a CPContext; cu_seq_lens_q, offsets of the documents of the whole stream; position_ids of the
+rows that this rank stores, 0 where a document begins. seq_idx, the document of each row, is only compared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+
+from flashqla_cp.parallel.comm import Comm
+from flashqla_cp.parallel.context import CPContext, build_cp_context
+from flashqla_cp.parallel.plan import ShardPlan, check_offsets, read_offsets
+
+PASS = "pass them by `with use_context(ctx): model(...)`, as cu_seq_lens_q, or as position_ids"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sharding:
+    """How contexts are made. comm: the group, None without context parallelism. conv_width: taps of the convolution."""
+
+    comm: Comm | None
+    layout: str
+    exchange: str
+    conv_width: int
+
+    @property
+    def world_size(self) -> int:
+        return 1 if self.comm is None else self.comm.world_size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Told:
+    """What came with a batch: context; cu_seqlens [N+1]; position_ids and seq_idx [B, T]. None: not given."""
+
+    context: CPContext | None = None
+    cu_seqlens: torch.Tensor | None = None
+    position_ids: torch.Tensor | None = None
+    seq_idx: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Documents:
+    """What the op needs to know. context: this rank's part; cu_seqlens: CPU offsets in the joined rows of the batch.
+
+    With neither, each row of the batch is one document.
+    """
+
+    context: CPContext | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """The rows of this rank, joined, on the CPU. document: int64, -1 for padding. begins: a document's first token."""
+
+    document: torch.Tensor
+    begins: torch.Tensor
+
+
+def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> Documents:
+    """Documents of a batch of `batch` rows of `length` tokens stored by this rank.
+
+    Communicates only in a group of several ranks without a context: then a context is made, on all ranks alike.
+
+    Raises:
+        ValueError: sources that contradict each other or the batch; a group of several ranks and no source. TypeError:
+            offsets that are not integers. RuntimeError: ranks that disagree.
+    """
+    context = told.context
+    if context is None and sharding.world_size > 1:
+        context = _make_context(sharding, batch, length, told)
+    if context is not None:
+        _check_context(context, sharding, batch, length)
+        _check_offsets_of(context, told.cu_seqlens)
+        _check_rows(_rows_of_context(context), batch, length, told)
+        return Documents(context=context)
+    if told.cu_seqlens is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q: got offsets for a batch of {batch} rows, expected one row")
+        offsets = read_offsets(told.cu_seqlens, "cu_seq_lens_q")
+        check_offsets(offsets, length, "cu_seq_lens_q")
+    elif told.position_ids is not None:
+        offsets = _offsets_of_positions(_as_rows(told.position_ids, "position_ids", batch, length))
+        told = replace(told, position_ids=None)  # a row may go on from tokens that are not there
+    else:
+        offsets = [row * length for row in range(batch + 1)]
+    _check_rows(_rows_of_offsets(offsets, batch * length), batch, length, told)
+    whole_rows = offsets == [row * length for row in range(batch + 1)]
+    return Documents(cu_seqlens=None if whole_rows else torch.tensor(offsets, dtype=torch.int32))
+
+
+def _make_context(sharding: Sharding, batch: int, length: int, told: Told) -> CPContext:
+    assert sharding.comm is not None, "several ranks have a group"
+    offsets: torch.Tensor | list[int]
+    if told.cu_seqlens is not None:
+        offsets = told.cu_seqlens
+    elif told.position_ids is not None:
+        offsets = _gather_offsets(sharding, _as_rows(told.position_ids, "position_ids", batch, length))
+    else:
+        raise ValueError(
+            f"boundaries: the sequence is sharded over {sharding.world_size} ranks and no document boundaries came "
+            f"with it; {PASS}"
+        )
+    return build_cp_context(
+        offsets,
+        sharding.comm.group,
+        sharding.conv_width,
+        layout=sharding.layout,
+        exchange=sharding.exchange,
+    )
+
+
+def _gather_offsets(sharding: Sharding, positions: torch.Tensor) -> list[int]:
+    """Offsets of the whole stream from every rank's position_ids [1, T]; raises alike on every rank."""
+    comm, layout = sharding.comm, sharding.layout
+    assert comm is not None, "several ranks have a group"
+    if layout == "zigzag_per_document":
+        raise ValueError(f"position_ids: do not tell documents in layout {layout!r}; use use_context or cu_seq_lens_q")
+    local = positions.flatten().to(torch.int64)
+    lengths = comm.all_gather(torch.tensor([local.numel()], device=local.device)).wait().flatten().tolist()
+    padded = local.new_full((max(lengths),), -1)
+    padded[: local.numel()] = local
+    stored = [row[:count].cpu() for row, count in zip(comm.all_gather(padded).wait(), lengths, strict=True)]
+    if all(torch.equal(row, torch.arange(len(row))) for row in stored):
+        raise ValueError(
+            "position_ids: every rank counts its own rows from 0, as a model does that is given none; pass this rank's "
+            "rows of the positions in the whole stream, or use use_context"
+        )
+    total = sum(lengths)
+    plan = ShardPlan.build(layout, [0, total], comm.world_size, total)
+    planned = [plan.local_tokens(rank) for rank in range(comm.world_size)]
+    if planned != lengths:
+        raise ValueError(f"position_ids: ranks store {lengths} tokens, layout {layout!r} gives them {planned}")
+    stream = torch.empty(total, dtype=torch.int64)
+    for row, ranges in zip(stored, plan.ranges, strict=True):
+        for (start, end), piece in zip(ranges, row.split([end - start for start, end in ranges]), strict=True):
+            stream[start:end] = piece
+    begins = stream == 0
+    follows = begins[1:] | (stream.diff() == 1)
+    if not begins[:1].all() or not follows.all():
+        at = 0 if not begins[:1].all() else int((~follows).nonzero()[0]) + 1
+        raise ValueError(
+            f"position_ids: token {at} of the stream in layout {layout!r} has position {int(stream[at])}, which "
+            "neither begins a document (0) nor follows on the one before; is the batch sharded in another layout?"
+        )
+    return [*begins.nonzero().flatten().tolist(), total]
+
+
+def _offsets_of_positions(positions: torch.Tensor) -> list[int]:
+    """Offsets in the joined rows of position_ids [B, T]; a row begins a document whatever its first position."""
+    batch, length = positions.shape
+    begins = positions == 0
+    lost = (positions.diff(dim=1) <= 0) & ~begins[:, 1:]
+    if lost.any():
+        row, at = lost.nonzero()[0].tolist()
+        before, after = positions[row, at : at + 2].tolist()
+        raise ValueError(
+            f"position_ids: in row {row}, position {after} comes after {before}, which neither begins a document (0) "
+            "nor goes on"
+        )
+    begins[:, :1] = True
+    return [*begins.flatten().nonzero().flatten().tolist(), batch * length]
+
+
+def _check_context(context: CPContext, sharding: Sharding, batch: int, length: int) -> None:
+    ours = [dist.get_rank()] if dist.is_initialized() else [0]
+    if sharding.comm is not None:
+        ours = dist.get_process_group_ranks(sharding.comm.group)
+    theirs = dist.get_process_group_ranks(context.group)
+    if theirs != ours:
+        raise ValueError(
+            f"cp_context: shards over ranks {theirs}, the model was enabled for ranks {ours}; pass the same group"
+        )
+    if (batch, length) != (1, context.local_tokens):
+        raise ValueError(
+            f"cp_context: the batch has {batch} rows of {length} tokens, rank {context.rank} stores one row of "
+            f"{context.local_tokens} by its plan"
+        )
+
+
+def _check_offsets_of(context: CPContext, cu_seqlens: torch.Tensor | None) -> None:
+    if cu_seqlens is None:
+        return
+    offsets = sorted(set(read_offsets(cu_seqlens, "cu_seq_lens_q")))
+    planned = sorted({0, *context.plan.cu_seqlens})
+    if offsets not in (planned, sorted({*planned, context.plan.num_tokens})):
+        raise ValueError(
+            f"cu_seq_lens_q: {_short(offsets)} contradict the context's {_short(planned)}; expected the offsets of the "
+            "whole stream"
+        )
+
+
+def _check_rows(rows: Rows, batch: int, length: int, told: Told) -> None:
+    """Raise unless position_ids and seq_idx tell the same documents; padding rows may hold anything."""
+    covered = rows.document >= 0
+    if told.position_ids is not None:
+        positions = _as_rows(told.position_ids, "position_ids", batch, length).flatten()
+        wrong = covered & ((positions == 0) != rows.begins)
+        if wrong.any():
+            at = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"position_ids: {int(positions[at])} at row {at} of this rank, where the boundaries given otherwise "
+                f"{'begin' if rows.begins[at] else 'continue'} a document; expected positions in the whole documents, "
+                "0 at and only at their first tokens"
+            )
+    if told.seq_idx is not None:
+        index = _as_rows(told.seq_idx, "seq_idx", batch, length)
+        documents, both = rows.document.view(batch, length), covered.view(batch, length)
+        wrong = (index.diff(dim=1) != 0) != (documents.diff(dim=1) != 0)
+        if (wrong & both[:, 1:] & both[:, :-1]).any():
+            raise ValueError("seq_idx: changes at other rows than the documents given otherwise")
+
+
+def _rows_of_context(context: CPContext) -> Rows:
+    key = "documents of rows"
+    if key not in context.memo:
+        document = torch.full((context.local_tokens,), -1, dtype=torch.int64)
+        pieces = torch.tensor(context.segment_documents, dtype=torch.int64)
+        inside = pieces.repeat_interleave(context.cu_seqlens_cpu.diff().long())
+        document[: len(inside)] = inside
+        begins = torch.zeros(context.local_tokens, dtype=torch.bool)
+        fragments = context.plan.fragments
+        begins[fragments.offset[~fragments.has_predecessor & (fragments.rank == context.rank)]] = True
+        context.memo[key] = Rows(document=document, begins=begins)
+    return context.memo[key]
+
+
+def _rows_of_offsets(offsets: list[int], num_rows: int) -> Rows:
+    lengths = torch.tensor([end - start for start, end in pairwise(offsets)], dtype=torch.int64)
+    document = torch.full((num_rows,), -1, dtype=torch.int64)
+    document[: offsets[-1]] = torch.arange(len(lengths)).repeat_interleave(lengths)
+    begins = torch.zeros(num_rows, dtype=torch.bool)
+    begins[[start for start, end in pairwise(offsets) if start < end]] = True
+    return Rows(document=document, begins=begins)
+
+
+def _as_rows(given: torch.Tensor, name: str, batch: int, length: int) -> torch.Tensor:
+    """Row values [B, T] on the CPU; a single row counts for all of the batch."""
+    values = given.detach().cpu()
+    values = values[None] if values.ndim == 1 else values
+    if values.shape not in ((1, length), (batch, length)):
+        raise ValueError(f"{name}: got shape {list(given.shape)}, expected [{batch}, {length}] like the batch")
+    return values.expand(batch, length)
+
+
+def _short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"{values[:6]} and {len(values) - 6} more"

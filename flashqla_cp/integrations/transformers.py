@@ -1,0 +1,300 @@
+"""transformers: the Gated DeltaNet layers of Qwen3-Next and Qwen3.5 (dense and MoE) run on this library.
+
+enable_context_parallel gives each such layer a subclass of its class with another forward; parameters stay as they
+are. The documents of a batch are found where the model is entered, travel to the decoder layers as one more keyword
+argument, which activation checkpointing keeps for the second forward, and from there to the layer itself:
+
+    model(...)  ->  _bind_batch: find_documents  ->  decoder layer(..., cp_documents=)  ->  layer: conv, op, norm
+
+Layers are recognised by their attributes, so nothing of transformers is imported. Letters: B batch, T tokens, H key
+heads, HV value heads, K head_k_dim, V head_v_dim.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from flashqla_cp.active import active_context, in_backward, use_context
+from flashqla_cp.conv import causal_conv1d
+from flashqla_cp.integrations.attachment import (
+    Attachment,
+    add_hook,
+    check_unwrapped,
+    is_changed,
+    modules_above,
+    passes_on,
+    restore,
+    swap_class,
+)
+from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents
+from flashqla_cp.layer import BACKENDS
+from flashqla_cp.op import chunk_gated_delta_rule
+from flashqla_cp.parallel.comm import Comm
+from flashqla_cp.parallel.exchange.choose import check_exchange_name
+
+__all__ = ["disable_context_parallel", "enable_context_parallel", "use_context"]
+
+ARGUMENT = "cp_documents"
+LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
+PROJECTIONS = ({"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
+CHILDREN = {"conv1d", "norm", "out_proj"}
+SIZES = "num_k_heads num_v_heads head_k_dim head_v_dim key_dim value_dim conv_kernel_size activation".split()
+CACHES = ("cache", "cache_params", "past_key_values", "past_key_value")
+
+_documents: ContextVar[Documents | None] = ContextVar("flashqla_cp_documents", default=None)
+
+
+def enable_context_parallel(
+    model: nn.Module,
+    group: dist.ProcessGroup | DeviceMesh | None,
+    *,
+    layout: str = "contiguous",
+    exchange: str = "auto",
+    backend: str = "auto",
+) -> int:
+    """Run every Gated DeltaNet layer of a transformers model on this library; call it on every rank.
+
+    Call it before fully_shard, torch.compile, checkpoint wrapping and accelerate's hooks. The state dict does not
+    change. Full-attention layers are left alone: with several ranks they need a context parallelism of their own.
+
+    Boundaries of the documents come from `with use_context(ctx)` around the model's forward (or cp_context=ctx passed
+    to it), else from cu_seq_lens_q (offsets of the whole stream, before sharding), else from position_ids (this rank's
+    rows of them; gathered once per forward). What else is given must agree. A batch on several ranks is one row.
+
+    Args:
+        model: a model, or any module that holds such layers.
+        group: ranks that share a sequence; None or a group of one runs whole, possibly packed, rows on one device.
+        layout: "contiguous", "zigzag" or "zigzag_per_document": how batches without a context are sharded.
+        exchange: of contexts made for them, as for build_cp_context. A context given brings its own of both.
+        backend: "auto", "tilelang" or "torch".
+
+    Returns:
+        The number of layers changed.
+
+    Raises:
+        ValueError: no such layer, one that is not understood or enabled already, a wrapped model, or a bad option.
+            TypeError: group is neither. The forward raises ValueError for padding masks, for a cache in training or on
+            several ranks, for boundaries that are missing on several ranks, and for sources that contradict each other.
+    """
+    _check_options(layout, exchange, backend)
+    comm = None if group is None else Comm(group)
+    layers = _find_layers(model)
+    for name, layer in layers.items():
+        width: int = layer.conv_kernel_size  # type: ignore[assignment]
+        sharding = Sharding(comm=comm, layout=layout, exchange=exchange, conv_width=width)
+        above = modules_above(model, name)
+        swap_class(layer, _Layer, sharding, backend)
+        if above and passes_on(above[0], "hidden_states") and not is_changed(above[0]):
+            swap_class(above[0], _Decoder, sharding, backend)
+        if above[1:] and passes_on(above[1], "input_ids", "inputs_embeds") and not is_changed(above[1]):
+            add_hook(above[1], _bind_batch, sharding, backend)
+    return len(layers)
+
+
+def disable_context_parallel(model: nn.Module) -> int:
+    """Give every layer its own forward back; returns the number of layers changed.
+
+    Raises:
+        ValueError: no layer is enabled, or the model was wrapped by fully_shard since.
+    """
+    changed = [module for module in model.modules() if is_changed(module)]
+    num_layers = sum(isinstance(module, _Layer) for module in changed)
+    if not num_layers:
+        raise ValueError("model: no layer is enabled; expected a model changed by enable_context_parallel")
+    restore(changed)
+    return num_layers
+
+
+class _Decoder(nn.Module):
+    """Mixin of a decoder layer that holds a layer: binds the batch outside of checkpointing, hands it down inside."""
+
+    flashqla_cp: Attachment
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _bind_batch(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = _bind_batch(self, args, kwargs)  # for those that call forward themselves
+        token = _documents.set(kwargs.get(ARGUMENT))
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            _documents.reset(token)
+
+
+class _Layer(nn.Module):
+    """Mixin of the Gated DeltaNet layer itself."""
+
+    flashqla_cp: Attachment
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        documents = kwargs.pop(ARGUMENT, None) or _documents.get()
+        told = dict(zip(self.flashqla_cp.names[1:], args, strict=False)) | kwargs
+        if _cache_of(told) is not None:
+            _check_cache(self, documents)
+            kwargs.pop("cp_context", None)
+            return super().forward(hidden_states, *args, **kwargs)
+        _refuse_padding(told.get("attention_mask"))
+        if documents is None:
+            documents = _find(self, told, hidden_states)
+        return _mix(self, hidden_states, documents)
+
+    def extra_repr(self) -> str:
+        return f"ranks={self.flashqla_cp.sharding.world_size}, backend={self.flashqla_cp.backend!r}"
+
+
+def _mix(layer: Any, hidden_states: torch.Tensor, documents: Documents) -> torch.Tensor:
+    """The layer's forward, [B, T, hidden_size] to the same; see flashqla_cp/layer.py for the formulas."""
+    x = hidden_states
+    if documents.cu_seqlens is not None:
+        x = x.reshape(1, -1, x.shape[2])
+    where: dict[str, Any] = {"cu_seqlens": documents.cu_seqlens, "cp_context": documents.context}
+    qkv, z, b, a = _project(layer, x)
+    # Under autocast the projection is narrower than the stored weight.
+    weight, bias = layer.conv1d.weight.squeeze(1).to(qkv.dtype), layer.conv1d.bias
+    qkv, _ = causal_conv1d(qkv, weight, None if bias is None else bias.to(qkv.dtype), "silu", **where)
+    q, k, v = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=2)
+    q, k = (y.unflatten(2, (layer.num_k_heads, layer.head_k_dim)) for y in (q, k))
+    gate: dict[str, Any] = {"use_gate_in_kernel": True}
+    if hasattr(layer, "_compute_gate"):
+        # Automodel keeps A_log and dt_bias in a module of their own, which gathers them only when it is called.
+        a, gate = layer._compute_gate(a), {}
+    else:
+        gate |= {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
+    o, _ = chunk_gated_delta_rule(
+        q,
+        k,
+        v.unflatten(2, (layer.num_v_heads, layer.head_v_dim)),
+        a,
+        b,
+        use_qk_l2norm_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        backend=layer.flashqla_cp.backend,
+        **gate,
+        **where,
+    )
+    o = layer.norm(o.reshape(-1, layer.head_v_dim), z.reshape(-1, layer.head_v_dim))
+    return layer.out_proj(o.reshape(*hidden_states.shape[:2], layer.value_dim))
+
+
+def _project(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(q, k, v) in one [B, T, 2 H K + HV V], z of HV V numbers a row in head order, b and a [B, T, HV]."""
+    if "in_proj_qkv" in layer._modules:
+        return layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x)
+    H, group = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
+    widths = [layer.head_k_dim] * 2 + [group * layer.head_v_dim] * 2
+    *qkv, z = layer.in_proj_qkvz(x).unflatten(2, (H, sum(widths))).split(widths, dim=3)
+    b, a = layer.in_proj_ba(x).unflatten(2, (H, 2 * group)).split(group, dim=3)
+    return torch.cat([y.flatten(2) for y in qkv], dim=2), z, b.flatten(2), a.flatten(2)
+
+
+def _bind_batch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Find the documents once, where a model or decoder layer is entered, and add them to its arguments."""
+    told = dict(zip(module.flashqla_cp.names, args, strict=False)) | kwargs
+    inputs = [told.get(name) for name in ("hidden_states", "inputs_embeds", "input_ids")]
+    rows = next((x for x in inputs if x is not None), None)
+    decodes = _cache_of(told) is not None and not _trains(module)
+    # Padded rows, whose positions mean little, end in the layer: refused, or left to transformers with a cache.
+    if ARGUMENT not in kwargs and rows is not None and not decodes and not _is_padded(told.get("attention_mask")):
+        kwargs = kwargs | {ARGUMENT: _find(module, told, rows)}
+    kwargs.pop("cp_context", None)
+    return args, kwargs
+
+
+def _find(module: Any, told: dict[str, Any], rows: torch.Tensor) -> Documents:
+    given = told.get("cp_context")
+    active = None if "cp_context" in told and in_backward() else active_context()
+    if given is not None and active is not None and given is not active:
+        raise ValueError(f"cp_context: got {given!r} inside use_context of {active!r}, expected one context")
+    positions = told.get("position_ids")
+    if positions is not None and positions.ndim == 3:
+        # Of four planes the first is that of the text; three are those of an image and tell no documents.
+        positions = positions[0] if positions.shape[0] == 4 else None
+    sources = Told(
+        context=active if given is None else given,
+        cu_seqlens=told.get("cu_seq_lens_q"),
+        position_ids=positions,
+        seq_idx=told.get("seq_idx"),
+    )
+    return find_documents(module.flashqla_cp.sharding, rows.shape[0], rows.shape[1], sources)
+
+
+def _cache_of(told: dict[str, Any]) -> Any:
+    return next((told[name] for name in CACHES if told.get(name) is not None), None)
+
+
+def _trains(module: nn.Module) -> bool:
+    return module.training and torch.is_grad_enabled()
+
+
+def _check_cache(layer: Any, documents: Documents | None) -> None:
+    sharded = layer.flashqla_cp.sharding.world_size > 1
+    if sharded or _trains(layer):
+        where = "with a sequence sharded over ranks" if sharded else "in training"
+        raise ValueError(f"{CACHES[0]}: got one {where}, expected none; pass use_cache=False")
+    if documents is not None and (documents.context is not None or documents.cu_seqlens is not None):
+        raise ValueError(f"{CACHES[0]}: got one with packed documents, expected none; pass use_cache=False")
+    _say_once(f"with a cache {type(layer).__name__} runs the forward of transformers, not this library")
+
+
+def _is_padded(mask: Any) -> bool:
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask == 1).all())
+
+
+def _refuse_padding(mask: torch.Tensor | None) -> None:
+    if mask is None:
+        return
+    if mask.ndim != 2:
+        raise ValueError(f"attention_mask: got shape {list(mask.shape)}, expected None or ones of shape [B, T]")
+    if _is_padded(mask):
+        what = "zeros (padding)" if bool((mask == 0).any()) else "values other than 1"
+        raise ValueError(
+            f"attention_mask: got {what}, expected ones; pack the documents into one row without padding and tell "
+            "their boundaries"
+        )
+
+
+def _check_options(layout: str, exchange: str, backend: str) -> None:
+    if layout not in LAYOUTS:
+        why = "; use_context takes a context with any token ranges" if layout == "custom" else ""
+        raise ValueError(f"layout: got {layout!r}, expected one of {LAYOUTS}{why}")
+    check_exchange_name(exchange)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: got {backend!r}, expected one of {BACKENDS}")
+
+
+def _find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers to change, by name; raises ValueError unless each can be changed and does what we know."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        check_unwrapped(name, module)
+        children = set(module._modules)
+        fits = children >= CHILDREN and any(projections <= children for projections in PROJECTIONS)
+        if fits and all(hasattr(module, size) for size in SIZES):
+            found[name] = module
+        elif any("GatedDeltaNet" in cls.__name__ for cls in type(module).__mro__):
+            raise ValueError(
+                f"model: {name or 'it'} is a {type(module).__name__}, whose attributes are not those known"
+            )
+    if not found:
+        raise ValueError("model: has no Gated DeltaNet layer, expected one like those of Qwen3-Next or Qwen3.5")
+    for name, layer in found.items():
+        if is_changed(layer):
+            raise ValueError(f"model: {name or 'it'} is enabled already; call disable_context_parallel first")
+        if layer.activation not in ("silu", "swish"):
+            raise ValueError(f"model: {name or 'it'} has activation {layer.activation!r}, expected 'silu'")
+    return found
+
+
+@cache
+def _say_once(text: str) -> None:
+    logging.getLogger(__name__).warning(text)
