@@ -12,7 +12,8 @@ import torch
 from cta_emulator import EmulatedKernel, Report
 from cta_emulator.launch import load_sources
 
-_STUB = """
+# Host stub: %s names, threads, dynamic shared bytes; called with (pointer, int, index of the kernel).
+STUB = """
 #include "tvm/runtime/base.h"
 #include "tvm/runtime/c_backend_api.h"
 #include "tvm/ffi/c_api.h"
@@ -62,7 +63,7 @@ class HandmadeLibrary:
         threads = ", ".join(str(k.threads) for k in kernels)
         dynamic = ", ".join(str(k.dynamic) for k in kernels)
         device = "\n".join(k.source() for k in kernels)
-        self._kernel: EmulatedKernel = load_sources("handmade", device, _STUB % (quoted, threads, dynamic))
+        self._kernel: EmulatedKernel = load_sources("handmade", device, STUB % (quoted, threads, dynamic))
 
     def run(self, name: str, out: torch.Tensor | Any | None = None, n: int = 0, **options: Any) -> Report:
         """Run one kernel; `out` is 1024 floats of zeros if left out."""

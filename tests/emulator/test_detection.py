@@ -5,7 +5,7 @@ import torch
 from cta_emulator import Finding, Report, Suppression, UnsupportedSourceError, Virtual
 from cta_emulator.launch import load_sources
 from fault_cases import CASES
-from handmade import Handmade, HandmadeLibrary
+from handmade import STUB, Handmade, HandmadeLibrary
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +95,32 @@ def test_arguments_are_checked(library):
         library.run("barrier_sound", schedule="soon")
     with pytest.raises(TypeError, match="argument 1: got str"):
         library.run("barrier_sound", n="1")
+    for bad, named in (
+        (torch.zeros(1024, device="meta"), "on meta"),
+        (torch.zeros(1024).to_sparse(), "sparse"),
+        (torch.zeros(1024, dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
+        (Virtual((8,), torch.complex64), "complex64"),
+    ):
+        with pytest.raises(TypeError, match=f"argument 0: got .*{named}"):
+            library.run("barrier_sound", bad)
+
+
+def test_overlapping_arguments_share_memory():
+    """Halves of one tensor overlap as spans: writes through one must survive the copy back of the other."""
+    stub = STUB.replace("int32_t __tvm_ffi_handmade(", "int32_t __tvm_ffi_two(")
+    stub = stub.replace("stack[1].v_int64 = given[1].v_int64;", "stack[1].v_ptr = ((DLTensor*)given[1].v_ptr)->data;")
+    body = """for (int row = 0; row < 8; ++row) {
+  a[row * 256 + threadIdx.x] = 1.0f;
+  b[row * 256 + threadIdx.x] += 2.0f;
+}"""
+    source = Handmade(name="halves", body=body).source().replace("float* __restrict__ out, int n", "float* a, float* b")
+    kernel = load_sources("two", source, stub % ('"halves"', "128", "0"))
+    base = torch.zeros(8, 256)
+    kernel(base[:, :128], base[:, 128:], 0).assert_clean()
+    assert torch.equal(base, torch.cat([torch.ones(8, 128), torch.full((8, 128), 2.0)], dim=1))
+    same = torch.zeros(8, 256)
+    kernel(same, same, 0, races=False)
+    assert torch.equal(same[:, :128], torch.full((8, 128), 3.0)) and not same[:, 128:].any()
+    apart = torch.zeros(4096)
+    report = kernel(apart[:2048], apart[2048:2304], 0)
+    assert "out-of-bounds" in report.rules(), "tensors that do not overlap keep their own bounds"

@@ -3,7 +3,8 @@
 load(kernel) -> EmulatedKernel; calling it takes torch CPU tensors and returns a Report. See ../README.md.
 """
 
-from cta_emulator.launch import EmulatedKernel, Virtual, load
+from cta_emulator.arguments import Virtual
+from cta_emulator.launch import EmulatedKernel, load
 from cta_emulator.report import Finding, Report, Suppression
 from cta_emulator.source import UnsupportedSourceError
 

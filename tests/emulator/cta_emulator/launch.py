@@ -6,61 +6,15 @@ import ctypes
 import re
 import subprocess
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from cta_emulator.arguments import Arguments, Value
 from cta_emulator.report import Finding, Report
 from cta_emulator.source import rewrite
 from cta_emulator.toolchain import kernel_library
 
 SCHEDULES = {"eager": 0, "lazy": 1, "random": 2}
-_DTYPES = {  # DLPack code and bits
-    torch.bfloat16: (4, 16),
-    torch.float16: (2, 16),
-    torch.float32: (2, 32),
-    torch.float64: (2, 64),
-    torch.int8: (0, 8),
-    torch.int32: (0, 32),
-    torch.int64: (0, 64),
-    torch.uint8: (1, 8),
-    torch.bool: (6, 8),
-}
-_CUDA = 2
-_NONE, _INT, _FLOAT, _TENSOR = 0, 1, 3, 7  # TVM-FFI type indices
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    ]
-
-
-class _Payload(ctypes.Union):
-    _fields_ = [("integer", ctypes.c_int64), ("real", ctypes.c_double), ("pointer", ctypes.c_void_p)]
-
-
-class _Value(ctypes.Structure):
-    _fields_ = [("type", ctypes.c_int32), ("padding", ctypes.c_uint32), ("payload", _Payload)]
-
-
-@dataclass(frozen=True, slots=True)
-class Virtual:
-    """A tensor argument of zeros that takes no memory until touched: for offsets past 32 bits. Not copied back."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class EmulatedKernel:
@@ -93,60 +47,29 @@ class EmulatedKernel:
         """Run the kernel; tensors are changed in place.
 
         Args:
-            arguments: torch CPU tensors of any strides (passed on as they are), Virtual tensors, numbers.
+            arguments: torch CPU tensors of any strides (passed on as they are), Virtual tensors, numbers. Tensors that
+                overlap share memory, as on a GPU.
             schedule: when asynchronous work runs: "eager" at issue, "lazy" as late as possible, "random" anywhere,
                 with the threads in random order too. seed: of the random schedule.
             races: look for races and missing fences. Bounds and barriers are checked always.
             max_switches: stop after so many context switches, 0 for never.
 
         Raises:
-            ValueError: an unknown schedule. TypeError: an argument that is no tensor and no number.
+            ValueError: an unknown schedule.
+            TypeError: an argument that is no number and no strided CPU tensor of a known dtype.
         """
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule: got {schedule!r}, expected one of {', '.join(SCHEDULES)}")
         self._lib.emu_release_tensors()
         self._lib.emu_clear_error()
         self._lib.emu_configure(SCHEDULES[schedule], seed, int(races), max_switches)
-        keep: list[Any] = []
-        values = (_Value * len(arguments))(*[self._pass(i, a, keep) for i, a in enumerate(arguments)])
-        result = _Value()
+        placed, result = Arguments(self._lib, arguments), Value()
         started = time.perf_counter()
-        code = self._entry(None, values, len(arguments), ctypes.byref(result))
+        code = self._entry(None, placed.values, len(arguments), ctypes.byref(result))
         seconds = time.perf_counter() - started
-        for argument, address, span in (k for k in keep if isinstance(k, tuple)):
-            _copy_out(argument, address, span)
+        placed.copy_out()
         self._lib.emu_release_tensors()
         return self._report(code, seconds)
-
-    def _pass(self, index: int, argument: Any, keep: list[Any]) -> _Value:
-        value = _Value(type=_NONE, padding=0)
-        if isinstance(argument, (torch.Tensor, Virtual)):
-            tensor = self._place(index, argument, keep)
-            keep.append(tensor)
-            value.type, value.payload.pointer = _TENSOR, ctypes.addressof(tensor)
-        elif isinstance(argument, (bool, int)):
-            value.type, value.payload.integer = _INT, int(argument)
-        elif isinstance(argument, float):
-            value.type, value.payload.real = _FLOAT, argument
-        elif argument is not None:
-            raise TypeError(f"argument {index}: got {type(argument).__name__}, expected a tensor or a number")
-        return value
-
-    def _place(self, index: int, argument: torch.Tensor | Virtual, keep: list[Any]) -> _DLTensor:
-        shape = tuple(argument.shape)
-        strides = argument.stride() if isinstance(argument, torch.Tensor) else _compact_strides(shape)
-        size = torch.empty((), dtype=argument.dtype).element_size()
-        span = (1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))) * size if 0 not in shape else 0
-        address = self._lib.emu_tensor(f"argument {index}".encode(), span)
-        if not address:
-            raise MemoryError(f"argument {index}: {span} bytes do not fit in the emulated device memory")
-        if isinstance(argument, torch.Tensor):
-            ctypes.memmove(address, argument.data_ptr(), span)
-            keep.append((argument, address, span))
-        code, bits = _DTYPES[argument.dtype]
-        extents, steps = (ctypes.c_int64 * len(shape))(*shape), (ctypes.c_int64 * len(shape))(*strides)
-        keep += [extents, steps]
-        return _DLTensor(address, _CUDA, 0, len(shape), code, bits, 1, extents, steps, 0)
 
     def _report(self, code: int, seconds: float) -> Report:
         lib = self._lib
@@ -193,18 +116,6 @@ class EmulatedKernel:
                 if number:
                     lines[site] = int(number.group(1))
         return lines
-
-
-def _compact_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for extent in reversed(shape):
-        strides.append(step)
-        step *= extent
-    return tuple(reversed(strides))
-
-
-def _copy_out(tensor: torch.Tensor, address: int, span: int) -> None:
-    ctypes.memmove(tensor.data_ptr(), address, span)
 
 
 def load(kernel: Any) -> EmulatedKernel:
