@@ -5,7 +5,7 @@ finished kernels never traces one, and kernels compile side by side. A cache ent
 (the spec, the builder's sources, the versions of tilelang and apache-tvm-ffi) and not by the host, so that a cache
 made on one machine serves another.
 
-Entry: library.so (host stub and cubin), device.cu, host.c, kernel.json (resources, sizes, versions).
+Entry: library.so (host stub and cubin), device.cu, host.c, kernel.json (resources, sizes, versions), manifest.json.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ from flashqla_cp.kernels.emitted import describe_kernels
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.workers import run_requests, serve
 
-FORMAT = 1  # of an entry; raise it when the files of an entry change
+FORMAT = 2  # of an entry; raise it when the files of an entry change
 TESTED_VERSIONS = {"tilelang": "0.1.15", "apache-tvm-ffi": "0.1.12"}
 
 
@@ -148,18 +149,45 @@ def _installed(package: str) -> str:
         raise RuntimeError(f"{package} is not installed; install it with: pip install {package}=={tested}") from None
 
 
+_warned: set[tuple[str, str]] = set()
+
+
+def check_versions() -> None:
+    """Warn, once per process, of installed versions that the kernels were not tested with.
+
+    Raises:
+        RuntimeError: tilelang or apache-tvm-ffi is missing; the text says how to install it.
+    """
+    for package, tested in TESTED_VERSIONS.items():
+        installed = _installed(package)
+        if installed != tested and (package, installed) not in _warned:
+            _warned.add((package, installed))
+            warnings.warn(
+                f"{package} {installed} is installed, but the kernels were tested with {tested} only; to have that: "
+                f"pip install {package}=={tested}",
+                stacklevel=3,
+            )
+
+
 def check_toolchain() -> None:
     """Refuse early when a kernel could not be compiled here.
 
     Raises:
-        RuntimeError: tilelang, apache-tvm-ffi or nvcc is missing; the text names the package to install.
+        RuntimeError: tilelang, apache-tvm-ffi, nvcc or the host's C++ compiler is missing; the text names the package.
     """
-    for package in TESTED_VERSIONS:
-        _installed(package)
+    check_versions()
     if settings.find_nvcc() is None:
         raise RuntimeError(
-            "nvcc was not found on PATH nor in CUDA_HOME/bin; install the CUDA toolkit 12.8 or newer "
-            "(pip install nvidia-cuda-nvcc, or your system's cuda-toolkit package), or copy a cache made elsewhere"
+            "nvcc was not found on PATH, in CUDA_HOME/bin nor among the installed packages; install the CUDA toolkit "
+            "12.8 or newer (pip install 'nvidia-cuda-nvcc>=13', or your system's cuda-toolkit package), or copy a "
+            "cache made elsewhere"
+        )
+    if settings.find_host_compiler() is None:
+        chosen = os.environ.get("CXX") or os.environ.get("CC")
+        what = f"the C++ compiler {chosen!r} of CXX or CC was not found" if chosen else "g++ was not found on PATH"
+        raise RuntimeError(
+            f"{what}, and nvcc cannot work without it; install the GNU C++ compiler (package g++ on Debian and Ubuntu, "
+            "gcc-c++ on Fedora and Red Hat), or copy a cache made elsewhere"
         )
 
 
@@ -192,8 +220,7 @@ class CompiledKernel:
         Raises:
             RuntimeError: tilelang, whose runtime loads the cubin, is not installed.
         """
-        for package in TESTED_VERSIONS:
-            _installed(package)
+        check_versions()
         import tilelang  # noqa: F401  registers the loader of CUDA modules
         import tvm_ffi
 
@@ -235,9 +262,14 @@ def build_all(
 
     Raises:
         NotImplementedError: a stage has no kernel for its architecture.
-        RuntimeError: the cache is not private, or something must be compiled and the toolchain is incomplete.
+        RuntimeError: the cache is not private, or something must be compiled and the toolchain is incomplete or the
+            cache cannot be written.
+        ValueError: `jobs` or FLASHQLA_CP_BUILD_JOBS is not a positive integer.
     """
-    cache = Cache(cache_folder or settings.cache_folder())
+    if jobs is not None and jobs < 1:
+        raise ValueError(f"jobs: got {jobs}, expected a positive integer")
+    processes = settings.build_jobs() if jobs is None else jobs
+    cache = Cache(settings.cache_folder() if cache_folder is None else cache_folder)
     keys = [cache_key(spec) for spec in specs]
     results: dict[int, BuildResult] = {}
     lock = threading.Lock()
@@ -262,9 +294,11 @@ def build_all(
             }
     if missing:
         check_toolchain()
+        if not os.access(cache.folder, os.W_OK | os.X_OK):
+            raise RuntimeError(f"kernel cache {cache.folder} cannot be written, and {len(missing)} kernels are missing")
         run_requests(
             missing,
-            jobs or settings.build_jobs(),
+            processes,
             "flashqla_cp.kernels.build:serve_requests",
             lambda index, reply: finish(index, reply["compiled"], reply["error"]),
         )

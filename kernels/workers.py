@@ -25,18 +25,31 @@ def run_requests(requests: dict[int, Request], jobs: int, entry: str, on_reply: 
 
     Args:
         entry: "module:function" that each process runs; it calls `serve`.
+
+    Raises:
+        ValueError: `jobs` is not positive.
+        Exception: the first one that on_reply raised; the other processes finish what they have.
     """
+    if jobs < 1:
+        raise ValueError(f"jobs: got {jobs}, expected a positive integer")
     waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
     for index in requests:
         waiting.put(index)
-    threads = [
-        threading.Thread(target=_feed_one_process, args=(waiting, requests, entry, on_reply), daemon=True)
-        for _ in range(min(jobs, len(requests)))
-    ]
+    failures: list[Exception] = []
+
+    def feed() -> None:
+        try:
+            _feed_one_process(waiting, requests, entry, on_reply)
+        except Exception as error:  # a thread's exception would be lost
+            failures.append(error)
+
+    threads = [threading.Thread(target=feed, daemon=True) for _ in range(min(jobs, len(requests)))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    if failures:
+        raise failures[0]
 
 
 def _feed_one_process(
@@ -71,7 +84,7 @@ def _ask(process: subprocess.Popen[str], request: Request) -> Reply:
         line = process.stdout.readline()
     except BrokenPipeError:
         line = ""
-    if line:
+    if line.endswith("\n"):  # less is what a process wrote while it died
         return json.loads(line)
     return {"error": f"the compiler process ended with code {process.wait()}", "compiled": False}
 

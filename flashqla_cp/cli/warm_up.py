@@ -1,7 +1,7 @@
 """`flashqla-cp warm-up`: compile kernels ahead of time, in parallel, into a cache that can be copied to other hosts.
 
-Needs no GPU: the architecture is named. Exit code 0 if every kernel is there at the end, 1 if one failed, 2 if there
-is nothing to compile for what was asked.
+Needs no GPU: the architecture is named. Exit code 0 if every kernel is there at the end, 1 if one failed, 2 if nothing
+could be started: an option cannot work, the cache or the toolchain cannot be used, or no kernel is registered.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from flashqla_cp.kernels import settings
 from flashqla_cp.kernels.arch import ARCHES, arch_by_name
 from flashqla_cp.kernels.build import BuildResult, build_all, rows_to_compile
+from flashqla_cp.kernels.cache import Cache
 
 _COLUMNS = "{:<{width}} {:>9} {:>9} {:>8} {:>8}"
 
@@ -29,14 +30,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Compile what is missing and print one line for each kernel."""
+    try:
+        return _warm_up(args)
+    except (RuntimeError, ValueError) as error:  # options, cache or toolchain: nothing was started
+        print(f"warm-up: {error}", file=sys.stderr)
+        return 2
+
+
+def _refuse_bad_numbers(args: argparse.Namespace) -> None:
+    jobs = [] if args.jobs is None else [args.jobs]
+    for option, numbers in (("--jobs", jobs), ("--heads", args.heads), ("--head-dim", args.head_dim)):
+        for number in numbers:
+            if number < 1:
+                raise ValueError(f"{option}: got {number}, expected a positive integer")
+
+
+def _warm_up(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
+    _refuse_bad_numbers(args)
+    jobs = settings.build_jobs() if args.jobs is None else args.jobs
     choices = {"heads": args.heads, "head_dim": args.head_dim}
     specs = [spec for name in args.arch for spec in rows_to_compile(arch_by_name(name), choices)]
     if not specs:
-        print(f"warm-up: no kernels are registered for {', '.join(args.arch)}", file=sys.stderr)
-        return 2
-    folder = args.cache or settings.cache_folder()
+        raise ValueError(f"no kernels are registered for {', '.join(args.arch)}")
+    folder = Cache(settings.cache_folder() if args.cache is None else args.cache.expanduser()).folder
     width = max(len(spec.label()) for spec in specs)
     print(_COLUMNS.format("kernel", "seconds", "registers", "shared", "spills", width=width))
     started = time.monotonic()
@@ -46,12 +64,7 @@ def run(args: argparse.Namespace) -> int:
             bar.write(_line(result, width), file=sys.stdout)
             bar.update()
 
-        try:
-            results = build_all(specs, jobs=args.jobs, cache_folder=folder, on_done=on_done)
-        except RuntimeError as error:  # the toolchain or the cache: nothing was started
-            bar.close()
-            print(f"warm-up: {error}", file=sys.stderr)
-            return 1
+        results = build_all(specs, jobs=jobs, cache_folder=folder, on_done=on_done)
     failed = [result for result in results if result.kernel is None]
     for result in failed:
         print(f"\n{result.spec.label()} failed:\n{result.error}", file=sys.stderr)

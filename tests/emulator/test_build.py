@@ -1,12 +1,15 @@
 """Building for real: once per host, hits that need no compiler, errors that name what to install, warm-up's table."""
 
 import argparse
+import importlib.machinery
 import importlib.metadata
+import importlib.util
 import json
 import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,12 @@ def shared_cache(tmp_path_factory):
     return folder, counts
 
 
+def hide_nvcc(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.setattr(settings, "installed_cuda_folders", list)
+
+
 def test_ranks_compile_each_kernel_once(shared_cache):
     folder, counts = shared_cache
     assert sum(counts) == len(SPECS)
@@ -60,8 +69,7 @@ def test_a_copied_cache_serves_without_a_compiler(shared_cache, tmp_path, monkey
     copied = tmp_path / "elsewhere"
     shutil.copytree(shared_cache[0], copied)
     copied.chmod(0o700)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.delenv("CUDA_HOME", raising=False)
+    hide_nvcc(tmp_path, monkeypatch)
     assert settings.find_nvcc() is None
     for result in build_all(SPECS, cache_folder=copied):
         assert not result.compiled and result.kernel.folder.parent == copied
@@ -78,10 +86,58 @@ def test_entry_holds_sources_resources_and_versions(shared_cache):
 
 
 def test_missing_nvcc_names_the_package(tmp_path, monkeypatch):
+    hide_nvcc(tmp_path, monkeypatch)
+    with pytest.raises(RuntimeError, match=r"nvcc was not found.*pip install 'nvidia-cuda-nvcc>=13'"):
+        build(SPECS[0], cache_folder=tmp_path / "cache")
+
+
+def test_nvcc_of_an_installed_package_is_found(tmp_path, monkeypatch):
+    """Where nvidia-cuda-nvcc puts it: nvidia/cu13/bin, without a folder of PATH or CUDA_HOME."""
+    nvcc = tmp_path / "site" / "nvidia" / "cu13" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.touch(mode=0o755)
+    spec = importlib.machinery.ModuleSpec("nvidia", None, is_package=True)
+    spec.submodule_search_locations = [str(tmp_path / "site" / "nvidia")]
+    monkeypatch.setattr(importlib.util, "find_spec", {"nvidia": spec}.get)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_HOME", raising=False)
-    with pytest.raises(RuntimeError, match=r"nvcc was not found.*pip install nvidia-cuda-nvcc"):
+    assert settings.find_nvcc() == str(nvcc)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert settings.find_nvcc() is None
+
+
+def test_missing_host_compiler_names_the_package(tmp_path, monkeypatch):
+    (tmp_path / "nvcc").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(RuntimeError, match=r"g\+\+ was not found on PATH.*package g\+\+ on Debian"):
         build(SPECS[0], cache_folder=tmp_path / "cache")
+    monkeypatch.setenv("CXX", "clang++-99")
+    with pytest.raises(RuntimeError, match=r"the C\+\+ compiler 'clang\+\+-99' of CXX or CC was not found"):
+        build(SPECS[0], cache_folder=tmp_path / "cache")
+
+
+def test_untested_version_is_a_warning_once(monkeypatch):
+    found = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda n: "9.9" if n == "tilelang" else found(n))
+    monkeypatch.setattr(build_module, "_warned", set())
+    with pytest.warns(UserWarning, match=r"tilelang 9\.9 is installed.*tested with 0\.1\.15 only"):
+        build_module.check_versions()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_module.check_versions()
+
+
+def test_a_damaged_kernel_is_compiled_again(shared_cache, tmp_path, caplog):
+    """Cut short, the library would kill the process that loads it."""
+    copied = tmp_path / "cache"
+    shutil.copytree(shared_cache[0], copied)
+    copied.chmod(0o700)
+    os.truncate(copied / cache_key(SPECS[0]) / "library.so", 4096)
+    results = build_all(SPECS, jobs=1, cache_folder=copied)
+    assert [r.compiled for r in results] == [True, False] and "library.so is not as it was made" in caplog.text
+    assert callable(results[0].kernel.load())
 
 
 @pytest.mark.parametrize(("package", "version"), [("tilelang", "0.1.15"), ("apache-tvm-ffi", "0.1.12")])
@@ -160,6 +216,52 @@ def test_warm_up_reports_failures(scratch_builder, tmp_path, capfd):
 def test_warm_up_without_kernels(scratch_builder, tmp_path, capfd):
     assert warm_up.run(options(tmp_path, "--arch", "sm_100a")) == 2
     assert "no kernels are registered for sm_100a" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--jobs", "-1"], "--jobs: got -1, expected a positive integer"),
+        (["--jobs", "0"], "--jobs: got 0, expected a positive integer"),
+        (["--heads", "16", "0"], "--heads: got 0, expected a positive integer"),
+        (["--head-dim", "-128"], "--head-dim: got -128, expected a positive integer"),
+        (["--cache", "{tmp}/file"], "cannot be used as a folder"),
+        (["--cache", "{tmp}/file/cache"], "cannot be used as a folder"),
+        (["--cache", "/proc/cache"], "cannot be used as a folder"),
+        ([], "FLASHQLA_CP_BUILD_JOBS: got 'abc', expected a positive integer"),
+    ],
+)
+def test_warm_up_with_options_that_cannot_work(arguments, word, scratch_builder, tmp_path, capfd, monkeypatch):
+    """One line and exit code 2, before anything is printed or started."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FLASHQLA_CP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("FLASHQLA_CP_BUILD_JOBS", "2" if arguments else "abc")
+    parser = argparse.ArgumentParser()
+    warm_up.add_arguments(parser)
+    code = warm_up.run(parser.parse_args(["--arch", "sm_90a", *(a.format(tmp=tmp_path) for a in arguments)]))
+    output = capfd.readouterr()
+    assert code == 2 and output.out == ""
+    assert output.err.startswith("warm-up: ") and word in output.err and output.err.count("\n") == 1
+
+
+def test_warm_up_without_a_compiler(scratch_builder, tmp_path, capfd, monkeypatch):
+    hide_nvcc(tmp_path, monkeypatch)
+    assert warm_up.run(options(tmp_path, "--arch", "sm_90a")) == 2
+    assert "warm-up: nvcc was not found" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("jobs", [0, -1])
+def test_a_number_of_processes_that_cannot_work_is_refused(jobs, tmp_path):
+    with pytest.raises(ValueError, match=f"jobs: got {jobs}, expected a positive integer"):
+        build_all(SPECS, jobs=jobs, cache_folder=tmp_path / "cache")
+
+
+def test_an_error_while_reporting_is_not_lost(scratch_builder, tmp_path):
+    def fail(result):
+        raise KeyError("on_done")
+
+    with pytest.raises(KeyError, match="on_done"):
+        build_all([make_spec("scratch_broken", "sm_90a", {"D": 64})], cache_folder=tmp_path / "cache", on_done=fail)
 
 
 def test_warm_up_prints_one_line_a_kernel(shared_cache, tmp_path, capfd, monkeypatch):
