@@ -10,7 +10,9 @@ import re
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import eq, ge, gt, le, lt, ne
 from pathlib import Path
 
 from flashqla_cp.kernels.build import CompiledKernel
@@ -48,19 +50,64 @@ def resource_faults(kernel: CompiledKernel, most_registers: int | None = None) -
     return faults
 
 
+def _arguments(source: str, start: int) -> list[str]:
+    """Arguments of the call whose opening parenthesis is at `start`."""
+    depth, begin, found = 0, start + 1, []
+    for i in range(start, len(source)):
+        depth += (source[i] in "([{") - (source[i] in ")]}")
+        if depth == 0 or (depth == 1 and source[i] == ","):
+            found.append(source[begin:i].strip())
+            begin = i + 1
+        if depth == 0:
+            return found if found != [""] else []
+    raise ValueError(f"call without an end: {source[start : start + 60]!r}")
+
+
+def _calls(source: str, names: str) -> list[tuple[int, list[str]]]:
+    """Position and arguments of every call of a function that the pattern `names` matches; any other use raises."""
+    found = []
+    for match in re.finditer(rf"\b(?:{names})\b\s*(?:<[^<>;()]*>)?\s*(\()?", source):
+        if match.group(1) is None:
+            raise ValueError(f"{match.group(0).strip()!r} is used otherwise than in a call")
+        found.append((match.start(), _arguments(source, match.end() - 1)))
+    return found
+
+
+def _bare(text: str) -> str:
+    """Text without the parentheses that enclose all of it."""
+    text = text.strip()
+    while text.startswith("(") and text.endswith(")") and _arguments(text + ";", 0) == [text[1:-1].strip()]:
+        inner = text[1:-1]
+        depths = [inner[: i + 1].count("(") - inner[: i + 1].count(")") for i in range(len(inner))]
+        if min(depths, default=0) < 0:
+            break
+        text = inner.strip()
+    return text
+
+
+def _barrier_values(text: str) -> set[int]:
+    """Values of a barrier id: a constant, or a constant plus one bit, `x & 1` or `x % 2`."""
+    bare = _bare(text)
+    if re.fullmatch(r"\d+", bare):
+        return {int(bare)}
+    either = re.fullmatch(r"(\(.*\)) \+ (\d+)", bare)
+    if either and "?" not in bare and re.fullmatch(r"[^&%|^]+ (?:& 1|% 2)", _bare(either.group(1))):
+        return {int(either.group(2)), int(either.group(2)) + 1}
+    raise ValueError(f"barrier id {text!r}: expected a constant or a constant plus one bit")
+
+
 def barrier_ids(source: str) -> set[int]:
-    """Named-barrier ids in emitted source: constants, and both values of `base + (x & 1)` or `base + x % 2`."""
+    """Named-barrier ids in emitted source: constants, and both values of `base + (x & 1)` or `base + x % 2`.
+
+    Raises:
+        ValueError: an id that cannot be read.
+    """
     ids = set()
-    for text in re.findall(r"__(?:sync_thread_partial|named_barrier_arrive)\(([^;]*?), \d+\);", source):
-        constant = re.fullmatch(r"\(?(\d+)\)?", text.strip())
-        either = re.fullmatch(r"\(?\(.*(?:& 1|% 2)\) \+ (\d+)\)?", text.strip())
-        if constant:
-            ids.add(int(constant.group(1)))
-        elif either:
-            ids |= {int(either.group(1)), int(either.group(1)) + 1}
-        else:
-            raise ValueError(f"barrier id {text!r}: expected a constant or a constant plus one bit")
-    if re.search(r"tl::NamedBarrier<\d+>", source):
+    for _, arguments in _calls(source, "__sync_thread_partial|__named_barrier_arrive"):
+        ids |= _barrier_values(arguments[0]) if arguments else {0}
+    if re.search(r"\basm\b[^;]*\b(?:bar|barrier)\.", source):
+        raise ValueError("a named barrier in inline assembly: its id cannot be read")
+    if re.search(r"tl::NamedBarrier<", source):
         ids |= _REDUCTION_BARRIERS
     return ids
 
@@ -68,26 +115,60 @@ def barrier_ids(source: str) -> set[int]:
 def barrier_faults(kernel: CompiledKernel) -> list[str]:
     """Named barriers beyond the hardware's, and ids that collide with those of reductions."""
     source, faults = kernel.device_source(), []
-    ids = barrier_ids(source)
+    try:
+        ids = barrier_ids(source)
+    except ValueError as error:
+        return [str(error)]
     beyond = sorted(i for i in ids if i >= kernel.spec.target.named_barriers)
     if beyond:
         faults.append(f"barrier ids {beyond}: there are {kernel.spec.target.named_barriers}")
-    explicit = barrier_ids(re.sub(r"tl::NamedBarrier<\d+>", "", source))
+    explicit = barrier_ids(source.replace("tl::NamedBarrier<", ""))
     if explicit & _REDUCTION_BARRIERS and "tl::NamedBarrier<" in source:
         faults.append(f"barrier ids {sorted(explicit & _REDUCTION_BARRIERS)} are those of cross-warp reductions")
     return faults
 
 
+def _columns(source: str, function: str) -> int:
+    total = 0
+    for position, arguments in _calls(source, function):
+        if len(arguments) != 2 or not re.fullmatch(r"\d+", _bare(arguments[1])):
+            raise ValueError(
+                f"{function}({', '.join(arguments)}): expected an address and a constant number of columns"
+            )
+        if any(re.search(r"\b(?:for|while|do)\b", header) for header in _headers(source, position)):
+            raise ValueError(f"{function}({', '.join(arguments)}): in a loop, its columns cannot be counted")
+        total += int(_bare(arguments[1]))
+    return total
+
+
+def _headers(source: str, position: int) -> list[str]:
+    """Text before the opening brace of every block around `position`, and before it on its own line."""
+    opened: list[int] = []
+    for match in re.finditer(r"[{}]", source[:position]):
+        if match.group() == "{":
+            opened.append(match.start())
+        elif opened:
+            opened.pop()
+    ends = [*opened, position]
+    return [source[source.rfind("\n", 0, end) + 1 : end] for end in ends]
+
+
 def tensor_memory_columns(source: str) -> int:
-    """Columns that the kernel allocates in all."""
-    return sum(map(int, re.findall(r"tmem_allocate(?:<\w+>)?\(.*?, (\d+)\)", source)))
+    """Columns that the kernel allocates in all.
+
+    Raises:
+        ValueError: an allocation of no constant size, or in a loop.
+    """
+    return _columns(source, "tmem_allocate")
 
 
 def tensor_memory_faults(kernel: CompiledKernel) -> list[str]:
     """Columns beyond the architecture's, and allocations that are not freed."""
-    source, arch = kernel.device_source(), kernel.spec.target
-    columns, faults = tensor_memory_columns(source), []
-    freed = sum(map(int, re.findall(r"tmem_deallocate(?:<\w+>)?\(.*?, (\d+)\)", source)))
+    source, arch, faults = kernel.device_source(), kernel.spec.target, []
+    try:
+        columns, freed = tensor_memory_columns(source), _columns(source, "tmem_deallocate")
+    except ValueError as error:
+        return [str(error)]
     if columns > arch.tensor_memory_columns:
         faults.append(f"{columns} tensor-memory columns, {arch.name} has {arch.tensor_memory_columns}")
     if columns != freed:
@@ -95,35 +176,72 @@ def tensor_memory_faults(kernel: CompiledKernel) -> list[str]:
     return faults
 
 
+_Threads = frozenset[int]
+
+
+def _threads_where(condition: str) -> Callable[[int], bool] | None:
+    """Test of a thread for `threadIdx.x < N` and the like, in either order; None for another condition."""
+    mirrored = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "==": "==", "!=": "!="}
+    thread = r"(?:\(int\))?threadIdx\.x"
+    text = re.sub(rf"\(({thread})\)", r"\1", _bare(condition))
+    match = re.fullmatch(rf"{thread} (<=?|>=?|==|!=) (\d+)", text)
+    sign = match.group(1) if match else ""
+    if not match:
+        match = re.fullmatch(rf"(\d+) (<=?|>=?|==|!=) {thread}", text)
+        if not match:
+            return None
+        sign = mirrored[match.group(2)]
+    compare = {"<": lt, "<=": le, ">": gt, ">=": ge, "==": eq, "!=": ne}[sign]
+    bound = int(match.group(2 if text[0] in "(t" else 1))
+    return lambda thread: compare(thread, bound)
+
+
+def _enter(text: str, outer: _Threads | None, rest: _Threads | None) -> tuple[_Threads | None, _Threads | None]:
+    """Threads in the block that the line `text` opens, and those left for its else; None for what cannot be read."""
+    base = rest if text.startswith("} else") else outer
+    branch = re.fullmatch(r"(?:\} else )?if \((.*)\) \{", text)
+    if branch:
+        test = _threads_where(branch.group(1))
+        if base is None or test is None:
+            return None, None
+        inside = frozenset(t for t in base if test(t))
+        return inside, base - inside
+    known = text in ("{", "} else {") or "__global__" in text or re.fullmatch(r'extern "C" \{', text)
+    return (base if known else None), None
+
+
 def register_budget(source: str, threads: int) -> int | None:
     """Registers of a block after setmaxnreg, summed over thread ranges; None without setmaxnreg.
 
-    Follows the branches on threadIdx.x that TileLang emits for roles: `if (threadIdx.x < N) {` and `} else {`.
+    Follows the branches on threadIdx.x that TileLang emits for roles, in either order, with their else branches.
+
+    Raises:
+        ValueError: setmaxnreg under a condition or in a loop that cannot be read, in a part of a warpgroup, or not in
+            every thread exactly once.
     """
-    ranges = [(0, threads)]  # of each open brace
-    closed = (0, threads)  # of the block closed last, with what its parent leaves for an else
-    total, found = 0, 0
-    for line in source.splitlines():
+    stack: list[tuple[_Threads | None, _Threads | None]] = [(frozenset(range(threads)), None)]
+    rest: _Threads | None = None  # of the block closed last: the threads its else would get
+    total, found = 0, []
+    for number, line in enumerate(source.splitlines(), 1):
         text = line.strip()
-        bound = re.match(r"(?:\} else )?if \(\(*int\)threadIdx\.x\) < (\d+)\) \{$", text)
-        if text.startswith("}") and len(ranges) > 1:
-            closed = ranges.pop()
-        if bound:
-            low, high = ranges[-1]
-            ranges.append((low, min(high, int(bound.group(1)))))
-        elif text == "} else {":
-            ranges.append((closed[1], ranges[-1][1]))
-        elif text.endswith("{"):
-            ranges.append(ranges[-1])
-        change = re.search(r"warpgroup_reg_(?:de)?alloc<(\d+)>", text)
-        if change:
-            low, high = ranges[-1]
-            total += (high - low) * int(change.group(1))
-            found += high - low
+        if text.startswith("}") and len(stack) > 1:
+            rest = stack.pop()[1]
+        if text.endswith("{"):
+            stack.append(_enter(text, stack[-1][0], rest))
+        if not re.search(r"\bwarpgroup_reg_(?:de)?alloc\b", text):
+            continue
+        change = re.fullmatch(r"tl::warpgroup_reg_(?:de)?alloc<(\d+)>\(\);", text)
+        inside = stack[-1][0]
+        if not change or inside is None:
+            raise ValueError(f"setmaxnreg in line {number}: cannot read which threads run it, or how many registers")
+        if any(len(inside & set(range(first, first + 128))) not in (0, 128) for first in range(0, threads, 128)):
+            raise ValueError(f"setmaxnreg in line {number} is run by a part of a warpgroup")
+        total += len(inside) * int(change.group(1))
+        found += inside
     if not found:
         return None
-    if found != threads:
-        raise ValueError(f"setmaxnreg covers {found} of {threads} threads")
+    if len(found) != threads or len(set(found)) != threads:
+        raise ValueError(f"setmaxnreg covers {len(set(found))} of {threads} threads, {len(found)} times in all")
     return total
 
 

@@ -102,6 +102,12 @@ ROLES = """
             "32 tensor-memory columns are allocated and 0",
         ),
         ({"source": "tl::tmem_allocate(a, 512); tl::tmem_allocate(b, 32);", "arch": "sm_100a"}, "544 tensor-memory"),
+        ({"source": "for (int i = 0; i < 2; ++i) {\ntl::tmem_allocate(a, 32);\n}", "arch": "sm_100a"}, "in a loop"),
+        ({"source": "tl::tmem_allocate(a, n);", "arch": "sm_100a"}, "constant number of columns"),
+        ({"source": "tl::tmem_allocate(a, 32); tl::tmem_deallocate(a, n);", "arch": "sm_100a"}, "constant number"),
+        ({"source": "tl::__sync_thread_partial(17);"}, r"barrier ids \[17\]"),
+        ({"source": "tl::__sync_thread_partial(17, n);"}, r"barrier ids \[17\]"),
+        ({"source": "tl::__sync_thread_partial(n ? 3 : 17, 128);"}, "expected a constant"),
         ({"source": ROLES % 240, "threads": 384}, "^$"),
         ({"source": ROLES % 248, "threads": 384}, "roles take 66560 registers"),
         ({"source": ROLES % 240, "threads": 512}, "roles take"),
@@ -121,6 +127,67 @@ def test_register_budget_follows_the_branches():
         static_checks.register_budget("if (((int)threadIdx.x) < 128) {\ntl::warpgroup_reg_alloc<40>();\n}", 256)
 
 
-def test_barrier_id_that_cannot_be_read_is_refused():
+TWO_ROLES = "if (%s) {\ntl::warpgroup_reg_alloc<168>();\n} else {\ntl::warpgroup_reg_dealloc<40>();\n}"
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "128 <= ((int)threadIdx.x)",
+        "((int)threadIdx.x) >= 128",
+        "127 < ((int)threadIdx.x)",
+        "((int)threadIdx.x) > 127",
+        "(((int)threadIdx.x) >= 128)",
+    ],
+)
+def test_register_budget_reads_both_orders(condition):
+    assert static_checks.register_budget(TWO_ROLES % condition, 384) == 256 * 168 + 128 * 40
+
+
+def test_register_budget_follows_else_if():
+    text = TWO_ROLES % "((int)threadIdx.x) < 128"
+    text = text.replace("} else {", "} else if (((int)threadIdx.x) < 256) {\ntl::warpgroup_reg_alloc<80>();\n} else {")
+    assert static_checks.register_budget(text, 384) == 128 * (168 + 80 + 40)
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        (TWO_ROLES % "rows < 128", "cannot read which threads"),
+        (TWO_ROLES % "(((int)threadIdx.x) >> 7) == 0", "cannot read which threads"),
+        (TWO_ROLES % "((int)threadIdx.x) < 32", "part of a warpgroup"),
+        ("for (int i = 0; i < 2; ++i) {\ntl::warpgroup_reg_alloc<40>();\n}", "cannot read which threads"),
+        ("if (((int)threadIdx.x) < 128) tl::warpgroup_reg_alloc<40>();", "cannot read which threads"),
+        ("tl::warpgroup_reg_alloc<n>();", "how many registers"),
+        ("tl::warpgroup_reg_alloc<40>();\ntl::warpgroup_reg_alloc<80>();", "768 times"),
+    ],
+)
+def test_register_budget_refuses_what_it_cannot_read(source, fault):
+    with pytest.raises(ValueError, match=fault):
+        static_checks.register_budget(source, 384)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "(f(x), 128)",
+        "(n > 0 ? 3 : 17, 128)",
+        "((x & 1) ? 3 : ((i & 1) + 5), 128)",
+        "((((i & 1) * 9) + 5), 128)",
+        "(i + 3)",
+    ],
+)
+def test_barrier_id_that_cannot_be_read_is_refused(call):
     with pytest.raises(ValueError, match="expected a constant"):
-        static_checks.barrier_ids("tl::__sync_thread_partial(f(x), 128);")
+        static_checks.barrier_ids(f"tl::__sync_thread_partial{call};")
+
+
+def test_barrier_ids_are_read_whatever_the_count():
+    assert static_checks.barrier_ids("tl::__sync_thread_partial(17, n); tl::__named_barrier_arrive((4), f(a, b));") == {
+        4,
+        17,
+    }
+    assert static_checks.barrier_ids("tl::__sync_thread_partial(((i_1 & 1) + 3), 256);") == {3, 4}
+    assert static_checks.barrier_ids("tl::__sync_thread_partial();") == {0}
+    with pytest.raises(ValueError, match="inline assembly"):
+        static_checks.barrier_ids('asm volatile("bar.sync %0, 128;" :: "r"(n));')
