@@ -36,6 +36,7 @@ from flashqla_cp.kernels.workers import run_requests, serve
 
 FORMAT = 2  # of an entry; raise it when the files of an entry change
 TESTED_VERSIONS = {"tilelang": "0.1.15", "apache-tvm-ffi": "0.1.12"}
+CUDA_PACKAGES = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"  # nvcc alone lacks headers, or gets those of another version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +180,7 @@ def check_toolchain() -> None:
     if settings.find_nvcc() is None:
         raise RuntimeError(
             "nvcc was not found on PATH, in CUDA_HOME/bin nor among the installed packages; install the CUDA toolkit "
-            "12.8 or newer (pip install 'nvidia-cuda-nvcc>=13', or your system's cuda-toolkit package), or copy a "
+            f"12.8 or newer (pip install '{CUDA_PACKAGES}', or your system's cuda-toolkit package), or copy a "
             "cache made elsewhere"
         )
     if settings.find_host_compiler() is None:

@@ -53,7 +53,7 @@ def find_nvcc(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def installed_cuda_folders() -> list[Path]:
-    """The nvidia/*/bin folders of installed packages; nvidia-cuda-nvcc 13 and newer put nvcc into one."""
+    """The nvidia/*/bin folders of installed packages; CUDA's from 13 on put nvcc into one."""
     spec = importlib.util.find_spec("nvidia")
     places = (spec.submodule_search_locations if spec else None) or ()
     return [folder for place in places for folder in sorted(Path(place).glob("*/bin"))]

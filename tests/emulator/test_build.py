@@ -87,12 +87,12 @@ def test_entry_holds_sources_resources_and_versions(shared_cache):
 
 def test_missing_nvcc_names_the_package(tmp_path, monkeypatch):
     hide_nvcc(tmp_path, monkeypatch)
-    with pytest.raises(RuntimeError, match=r"nvcc was not found.*pip install 'nvidia-cuda-nvcc>=13'"):
+    with pytest.raises(RuntimeError, match=r"nvcc was not found.*pip install 'cuda-toolkit\[nvcc,cudart,cccl\]==13"):
         build(SPECS[0], cache_folder=tmp_path / "cache")
 
 
 def test_nvcc_of_an_installed_package_is_found(tmp_path, monkeypatch):
-    """Where nvidia-cuda-nvcc puts it: nvidia/cu13/bin, without a folder of PATH or CUDA_HOME."""
+    """Where CUDA's packages put it: nvidia/cu13/bin, without a folder of PATH or CUDA_HOME."""
     nvcc = tmp_path / "site" / "nvidia" / "cu13" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
     nvcc.touch(mode=0o755)
