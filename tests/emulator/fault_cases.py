@@ -115,6 +115,14 @@ _SHUFFLE = """  float x = (float)threadIdx.x;
   x += tl::shfl_xor_sync(~0u, x, 1);
   out[threadIdx.x] = x;"""
 
+_REGISTERS = """  if (threadIdx.x < 128) {
+    tl::warpgroup_reg_dealloc<40>();
+    out[threadIdx.x] = 1.0f;
+  } else {
+    tl::warpgroup_reg_alloc<232>();
+    out[threadIdx.x] = 2.0f;
+  }"""
+
 _WGMMA = """  for (int i = 0; i < 32; ++i) ((bfloat16_t*)buffer)[threadIdx.x * 32 + i] = bfloat16_t(1.0f);
   for (int i = 0; i < 32; ++i) ((bfloat16_t*)(buffer + 8192))[threadIdx.x * 32 + i] = bfloat16_t(1.0f);
   float sums[32];
@@ -218,6 +226,9 @@ CASES: list[Case] = [
         ("load_init_fence", "mbarrier", "  tl::fence_barrier_init();\n", ""),
         ("load_init_barrier", "mbarrier", "_init();\n  __syncthreads();\n", "_init();\n"),
         ("load_source_bounds", "out-of-bounds", "out + i * 128", "out + i * 480"),
+        ("load_on_mbarrier", "mbarrier", "  __shared__ __align__(16) uint64_t full_mem[1];\n",
+         "  auto full_mem = (uint64_t*)(buffer + 256);\n"),
+        ("load_in_flight", "in-flight", "    full[0].wait(i & 1);\n", "    if (i < 2) full[0].wait(i & 1);\n"),
         ("load_past_block", "out-of-bounds", "tl::tma_load(buffer,", "tl::tma_load(buffer + 768,"),
     ], dynamic=1024),
     *_cases(_MBARRIER, [
@@ -226,6 +237,8 @@ CASES: list[Case] = [
         ("mbarrier_parity", "race", "wait(0)", "wait(1)"),
         ("mbarrier_arrive", "deadlock", "  ready[0].arrive();\n", ""),
         ("mbarrier_wait", "race", "  ready[0].wait(0);\n", ""),
+        ("mbarrier_overwritten", "mbarrier", "  slots[threadIdx.x] = 2.0f;\n",
+         "  slots[threadIdx.x] = 2.0f;\n  if (threadIdx.x == 5) *(float*)ready_mem = 7.0f;\n"),
         ("mbarrier_twice", "mbarrier", "if (threadIdx.x == 0)", "if (threadIdx.x < 2)"),
         ("mbarrier_bad_parity", "mbarrier", "wait(0)", "wait(2)"),
         ("mbarrier_uninitialised", "mbarrier", "  if (threadIdx.x == 0) ready[0].init(128);\n", ""),
@@ -243,6 +256,7 @@ CASES: list[Case] = [
     ], threads=256),
     *_cases(_CP_ASYNC, [
         ("copy_wait", "race", "  tl::cp_async_wait<0>();\n", ""),
+        ("copy_left", "cp-async", "  tl::cp_async_wait<0>();\n", ""),
         ("copy_wait_few", "race", "wait<0>", "wait<1>"),
         ("copy_barrier", "race", "  __syncthreads();\n", ""),
         ("copy_bounds", "out-of-bounds", "out + threadIdx.x * 4)", "out + threadIdx.x * 12)"),
@@ -252,10 +266,20 @@ CASES: list[Case] = [
         ("shuffle_divergent", "divergence", "x += 1.0f;", "x += tl::shfl_xor_sync(~0u, x, 2); else __syncwarp();"),
         ("shuffle_partial", "deadlock", "x += tl::shfl_xor_sync(~0u, x, 1);",
          "if (threadIdx.x % 32 < 16) x += tl::shfl_xor_sync(~0u, x, 1);"),
+        ("registers_one_warp", "registers", "  float x = (float)threadIdx.x;\n",
+         "  float x = (float)threadIdx.x;\n  if (threadIdx.x < 32) tl::warpgroup_reg_alloc<240>();\n"),
+        ("registers_half_warp", "divergence", "  float x = (float)threadIdx.x;\n",
+         "  float x = (float)threadIdx.x;\n  if (threadIdx.x < 16) tl::warpgroup_reg_alloc<240>();\n"),
         ("registers", "registers", "  float x = (float)threadIdx.x;\n",
          "  float x = (float)threadIdx.x;\n  tl::warpgroup_reg_alloc<100>();\n"),
     ]),
+    *_cases(_REGISTERS, [
+        ("registers_no_dealloc", "registers", "    tl::warpgroup_reg_dealloc<40>();\n", ""),
+        ("registers_all_alloc", "registers", "reg_dealloc<40>", "reg_alloc<240>"),
+    ], threads=384),
     *_cases(_WGMMA, [
+        ("wgmma_one_warp", "wgmma", "  tl::warpgroup_arrive();\n",
+         "  if (threadIdx.x >= 32) return;\n  tl::warpgroup_arrive();\n"),
         ("wgmma_arrive", "wgmma", "  tl::warpgroup_arrive();\n", ""),
         ("wgmma_wait", "wgmma", "  tl::warpgroup_wait<0>();\n", ""),
         ("wgmma_wait_few", "wgmma", "warpgroup_wait<0>", "warpgroup_wait<1>"),
@@ -271,6 +295,8 @@ CASES: list[Case] = [
         ("mma_after_fence", "missing-tcgen05-fence", "  tl::tcgen05_after_thread_sync();\n", ""),
         ("mma_commit", "deadlock", "    tl::tcgen05_mma_arrive(&done[0]);\n", ""),
         ("mma_accumulate", "uninitialised-read", "columns[0], 0, 0x8100490u", "columns[0], 1, 0x8100490u"),
+        ("mma_lane_mask", "unsupported", "columns[0], 1, 0x8100490u, 0, 0, 0, 0)",
+         "columns[0], 1, 0x8100490u, -1, -1, -1, -1)"),
         ("mma_shape", "tcgen05", "columns[0], 1, 0x8100490u", "columns[0], 1, 0x7100490u"),
         ("mma_format", "tcgen05", "columns[0], 1, 0x8100490u", "columns[0], 1, 0x8100410u"),
         ("mma_columns", "tensor-memory", "uint64_t(b), columns[0], 0", "uint64_t(b), columns[0] + 32, 0"),

@@ -73,6 +73,7 @@ void emu_tmem_allocate(void* shared_destination, int columns);
 void emu_tmem_deallocate(uint32_t address, int columns);
 void emu_tcgen05_mma(uint64_t a, uint64_t b, uint32_t d, uint32_t accumulate, uint32_t descriptor, int warp_split,
                      int a_in_tmem, int operand);
+void emu_tcgen05_lane_masks(int any);
 void emu_tcgen05_commit(const void* barrier);
 void emu_tcgen05_copy(uint32_t address, uint32_t* registers, int count, int store);
 void emu_tcgen05_before_thread_sync();

@@ -73,18 +73,24 @@ void increase_descriptor_offset(Tcgen05SMemDescriptor& d, T bytes) {
   d.bits = (d.bits & ~0xffffffffull) | uint32_t(uint32_t(d.bits) + uint32_t(bytes >> 4));
 }
 template <DataType C, bool two_blocks = false>
-void tcgen05mma_ss(uint64_t a, uint64_t b, uint32_t d, uint32_t accumulate, uint32_t descriptor, int, int, int, int) {
+void tcgen05mma_ss(uint64_t a, uint64_t b, uint32_t d, uint32_t accumulate, uint32_t descriptor, int mask0, int mask1,
+                   int mask2, int mask3) {
   static_assert(!two_blocks && emu_supported(C), "tcgen05.mma: one block, 16-bit or tf32 operands");
+  emu_tcgen05_lane_masks(mask0 | mask1 | mask2 | mask3);
   if (emu_elect_one()) emu_tcgen05_mma(a, b, d, accumulate, descriptor, 0, 0, emu_operand(C));
 }
 template <DataType C>
-void tcgen05mma_ws_ss(uint64_t a, uint64_t b, uint32_t d, uint32_t accumulate, uint32_t descriptor, int, int, int, int) {
+void tcgen05mma_ws_ss(uint64_t a, uint64_t b, uint32_t d, uint32_t accumulate, uint32_t descriptor, int mask0, int mask1,
+                   int mask2, int mask3) {
   static_assert(emu_supported(C), "tcgen05.mma.ws: 16-bit or tf32 operands");
+  emu_tcgen05_lane_masks(mask0 | mask1 | mask2 | mask3);
   if (emu_elect_one()) emu_tcgen05_mma(a, b, d, accumulate, descriptor, 1, 0, emu_operand(C));
 }
 template <DataType C, bool two_blocks = false>
-void tcgen05mma_ts(uint32_t a, uint64_t b, uint32_t d, uint32_t accumulate, uint32_t descriptor, int, int, int, int) {
+void tcgen05mma_ts(uint32_t a, uint64_t b, uint32_t d, uint32_t accumulate, uint32_t descriptor, int mask0, int mask1,
+                   int mask2, int mask3) {
   static_assert(!two_blocks && emu_supported(C), "tcgen05.mma: one block, 16-bit or tf32 operands");
+  emu_tcgen05_lane_masks(mask0 | mask1 | mask2 | mask3);
   if (emu_elect_one()) emu_tcgen05_mma(a, b, d, accumulate, descriptor, 0, 1, emu_operand(C));
 }
 template <bool two_blocks = false>

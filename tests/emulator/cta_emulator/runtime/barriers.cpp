@@ -26,6 +26,7 @@ struct Mbarrier {
   bool bytes_unseen[2] = {false, false};  // by parity: a phase with bytes that no thread has waited for
 };
 std::map<unsigned, Mbarrier> mbarriers;
+bool holds_mbarrier[kSharedArena / 8];  // by 8 bytes, for every store to look at
 
 struct NamedBarrier {
   int arrived = 0;
@@ -150,8 +151,15 @@ void use_named_barrier(int id, int count, bool waits, Site site) {
 }  // namespace
 
 void reset_barriers() {
+  for (const auto& [offset, barrier] : mbarriers) holds_mbarrier[offset / 8] = false;
   mbarriers.clear();
   named_barriers.clear();
+}
+
+bool touches_mbarrier(unsigned offset, unsigned bytes) {
+  for (unsigned i = offset / 8; i <= (offset + bytes - 1) / 8; i++)
+    if (holds_mbarrier[i]) return true;
+  return false;
 }
 
 void check_barriers_at_exit() {
@@ -235,6 +243,7 @@ void emu_mbarrier_init(void* p, uint32_t count) {
   if (count == 0 || count >= 1u << 20) report(Severity::Error, "mbarrier", site, 0, "count %u is not allowed", count);
   if (mbarriers.count(offset))
     report(Severity::Error, "mbarrier", site, 0, "mbarrier at shared offset %u is initialised twice", offset);
+  holds_mbarrier[offset / 8] = true;
   Mbarrier& barrier = mbarriers[offset];
   barrier.count = barrier.pending = int(count);
   barrier.init_thread = current->thread;

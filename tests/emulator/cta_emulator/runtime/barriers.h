@@ -14,4 +14,5 @@ void check_mbarrier_for_async(unsigned offset, Site site);
 void complete_bytes(unsigned offset, unsigned bytes, int slot_agent, Tick tick);
 void arrive_async(unsigned offset, const Clock& known);
 void arrive_after_copies(unsigned offset, bool increment, const ThreadClock& clock);
+bool touches_mbarrier(unsigned offset, unsigned bytes);  // a live one, in shared memory
 }  // namespace emu

@@ -57,6 +57,7 @@ bool run_one_block(const EmuKernel& kernel, void** arguments, const LaunchShape&
   }
   check_barriers_at_exit();
   check_wgmma_at_exit();
+  check_warps_at_exit();
   check_tmem_at_exit();
   return true;
 }

@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <vector>
 
+#include "barriers.h"
 #include "fibers.h"
 #include "memory.h"
 
@@ -168,6 +169,9 @@ void reset_shadow() {
 }
 
 void check_shared(const Access& who, unsigned offset, unsigned bytes, bool write) {
+  if (write && touches_mbarrier(offset, bytes))
+    report(Severity::Error, "mbarrier", who.site, 0, "%s write by %s to shared offset %u, over a live mbarrier",
+           proxy_name(who.proxy), AgentName(who.agent).text, offset);
   const unsigned end = (offset + bytes + kCellBytes - 1) / kCellBytes;
   for (unsigned i = offset / kCellBytes; i < end; i++)
     check_cell(fresh(shared_cells[i]), who, Space::Shared, write, i * kCellBytes);

@@ -219,6 +219,10 @@ void emu_tcgen05_mma(uint64_t a, uint64_t b, uint32_t d, uint32_t accumulate, ui
   submit_tensor(op);
 }
 
+void emu_tcgen05_lane_masks(int any) {
+  if (any) report(Severity::Error, "unsupported", EMU_SITE, 0, "tcgen05.mma with a disable-output-lane mask");
+}
+
 void emu_tcgen05_commit(const void* barrier) {
   const Site site = EMU_SITE;
   auto op = std::make_shared<Commit>();

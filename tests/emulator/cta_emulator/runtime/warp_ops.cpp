@@ -1,5 +1,6 @@
 #include "warp_ops.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "../device/abi.h"
@@ -13,11 +14,35 @@ std::vector<WarpCall> warp_calls;
 const char* warp_op_name(WarpOp op) {
   static const char* names[] = {"nothing", "__syncwarp", "elect", "a shuffle", "ldmatrix", "stmatrix", "mma.sync", "wgmma",
                                 "wgmma.fence", "wgmma.commit_group", "wgmma.wait_group", "tcgen05.alloc",
-                                "tcgen05.dealloc", "tcgen05.ld", "tcgen05.st"};
+                                "tcgen05.dealloc", "tcgen05.ld", "tcgen05.st", "setmaxnreg"};
   return names[int(op)];
 }
 
-void reset_warps() { warp_calls.assign((num_threads + 31) / 32, WarpCall()); }
+namespace {
+constexpr int kRegisterFile = 65536;
+std::vector<std::vector<int>> register_counts;  // by warp: what setmaxnreg asked for, in order
+}  // namespace
+
+void reset_warps() {
+  warp_calls.assign((num_threads + 31) / 32, WarpCall());
+  register_counts.assign(warp_calls.size(), {});
+}
+
+// The launch gives every thread the same count, unknown here but at most an even share of the register file. What
+// setmaxnreg adds comes from what it gave back; where the last counts do not fit, some warp waits for ever.
+void check_warps_at_exit() {
+  const int share = std::min(256, kRegisterFile / num_threads / 8 * 8);
+  long total = 0;
+  for (size_t warp = 0; warp < register_counts.size(); warp++) {
+    const auto& counts = register_counts[warp];
+    total += 32L * (counts.empty() ? share : counts.back());
+    if (warp % 4 && counts != register_counts[warp - 1])
+      report(Severity::Error, "registers", 0, 0, "warps %zu and %zu of one warpgroup run different setmaxnreg", warp - 1, warp);
+  }
+  if (total > long(share) * num_threads)
+    report(Severity::Error, "registers", 0, 0, "setmaxnreg leaves %ld registers in use, the block was launched with at most %ld",
+           total, long(share) * num_threads);
+}
 
 namespace {
 void check_full_mask(unsigned mask, Site site) {
@@ -175,8 +200,11 @@ void emu_mma_sync(float* d, const uint32_t* a, const uint32_t* b, int k, int ope
                   [=](const WarpCall& call, int) { multiply_fragments(call, k, operand); });
 }
 
-void emu_setmaxnreg(int count, int) {
+void emu_setmaxnreg(int count, int increase) {
+  const Site site = EMU_SITE;
+  warp_collective(WarpOp::SetRegisters, count * 2 + increase, nullptr, site,
+                  [=](const WarpCall&, int first) { register_counts[warp_of(first)].push_back(count); });
   if (count % 8 || count < 24 || count > 256)
-    report(Severity::Error, "registers", EMU_SITE, 0, "setmaxnreg %d: must be a multiple of 8 between 24 and 256", count);
+    report(Severity::Error, "registers", site, 0, "setmaxnreg %d: must be a multiple of 8 between 24 and 256", count);
 }
 }

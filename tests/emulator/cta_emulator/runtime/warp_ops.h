@@ -6,7 +6,7 @@
 
 namespace emu {
 enum class WarpOp { None, SyncWarp, Elect, Shuffle, LoadMatrix, StoreMatrix, Mma, Wgmma, WgmmaArrive, WgmmaCommit,
-                    WgmmaWait, TmemAllocate, TmemDeallocate, TmemLoad, TmemStore };
+                    WgmmaWait, TmemAllocate, TmemDeallocate, TmemLoad, TmemStore, SetRegisters };
 const char* warp_op_name(WarpOp op);
 
 struct WarpCall {
@@ -17,6 +17,7 @@ struct WarpCall {
 };
 extern std::vector<WarpCall> warp_calls;
 void reset_warps();
+void check_warps_at_exit();
 
 // `mine` is this lane's data, `argument` must agree over the warp. `run` gets the call and the warp's first thread.
 template <class Run>

@@ -86,6 +86,8 @@ using Group = std::vector<std::shared_ptr<WarpMultiply>>;
 struct WarpState {
   Group open;
   std::deque<Group> committed;
+  long issued = 0;  // operations in all, the last of them at:
+  Site last_site = 0;
   bool fenced = false;  // wgmma.fence since the registers were last handed back
 };
 std::vector<WarpState> warps;
@@ -105,6 +107,8 @@ void issue(const WarpCall& call, int first, WarpMultiply request) {
     }
     op->issued = gathered.take();
   }
+  warp.issued++;
+  warp.last_site = op->site;
   warp.open.push_back(op);
   wgmma_in_flight++;
   if (options.schedule == Schedule::Eager || (options.schedule == Schedule::Random && random_below(2))) {
@@ -154,6 +158,15 @@ void reset_wgmma() {
 }
 
 void check_wgmma_at_exit() {
+  const WarpState none;
+  for (size_t first = 0; first < warps.size(); first += 4)
+    for (size_t i = first + 1; i < first + 4; i++) {
+      const WarpState &one = warps[first], &other = i < warps.size() ? warps[i] : none;
+      if (one.issued != other.issued)
+        report(Severity::Error, "wgmma", one.issued ? one.last_site : other.last_site, 0,
+               "warp %zu issues %ld wgmma, warp %zu of its warpgroup %ld", first,
+               one.issued, i, other.issued);
+    }
   if (wgmma_in_flight)
     report(Severity::Error, "wgmma", 0, 0, "the block ends with %d wgmma operations that nobody waited for", wgmma_in_flight);
 }
