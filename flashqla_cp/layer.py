@@ -27,11 +27,10 @@ from torch import nn
 
 from flashqla_cp.checks import as_tensor, read_documents
 from flashqla_cp.conv import causal_conv1d
+from flashqla_cp.kernels.backend import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
-
-BACKENDS = ("auto", "tilelang", "torch")
 
 
 class GatedDeltaNet(nn.Module):

@@ -24,7 +24,6 @@ def resolve_exchange(name: str, comm: Comm) -> str:
 
     Up to 4 ranks gather everything in one collective. More ranks of one node shard the fold by head; several nodes
     use the hierarchy, except that a few single-rank nodes gather.
-
     """
     check_exchange_name(name)
     if name != "auto":
