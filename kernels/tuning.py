@@ -117,7 +117,7 @@ def tensor_memory_columns(arch: Arch, needed: Sequence[int]) -> int:
 
 def forward_config(spec: KernelSpec) -> TileConfig:
     """Launch shape of the forward schedule: workers of 64 value columns, scorers, and the warp that copies."""
-    return _sweep_config(spec, 2, True, 3, {"workers": 208, "scorers": 72, "copier": 24})
+    return _sweep_config(spec, 2, True, 3, {"workers": 192, "scorers": 104, "copier": 24})
 
 
 def summary_config(spec: KernelSpec) -> TileConfig:

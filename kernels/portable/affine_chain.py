@@ -3,8 +3,8 @@
     S' = M S + E          S' = E where the segment's map forgot S (to fp32 rounding)
 
 In fp32 and in place: the row of carried states that held E takes S'. A block has some columns of V of one head and walks
-its chain; a thread has one row of K and, with its partners, a run of the inner dimension. M^T [K in, K out] is read
-along its rows, S is broadcast from shared memory. Rows that need no correction are not touched.
+its chain. A warp has a run of the inner dimension and sums into a register tile of 8 rows of K a thread; the warps'
+sums meet in shared memory. M^T [K in, K out] is read once, along its rows. Rows that need no correction are not touched.
 Letters: K key dim, V value dim, HV value heads.
 """
 
@@ -14,16 +14,19 @@ from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.spec import KernelSpec
 
 COLUMNS = 16  # of V in a block
-THREADS = 256
-AHEAD = 16  # rows of M^T in flight
+THREADS, WARP = 256, 32
+AHEAD = 4  # rows of M^T in flight
 
 
 def build_affine_chain(spec: KernelSpec):
     """dims: head_dim. flags: initial_state."""
     K = V = spec.dim("head_dim")
     has_initial, f32 = spec.has("initial_state"), "float32"
-    PARTS = THREADS // K
-    RUN, SHARE = K // PARTS, COLUMNS // PARTS
+    PARTS = THREADS // WARP
+    RUN = K // PARTS  # inner rows of a warp
+    GROUPS = K // 8  # threads side by side along K
+    WIDE = COLUMNS * GROUPS // WARP  # columns of a thread
+    SHARE = COLUMNS * K // THREADS  # finished numbers of a thread
     rows, HV, chains = (T.dynamic(n) for n in ("rows", "HV", "chains"))
 
     @T.prim_func
@@ -35,15 +38,12 @@ def build_affine_chain(spec: KernelSpec):
         carried: T.Tensor((rows, HV, V, K), f32),
     ):
         with T.Kernel(rows * HV, V // COLUMNS, threads=THREADS) as (block, group):
-            state = T.alloc_shared((COLUMNS, K), f32)
+            state = T.alloc_shared((K, COLUMNS + 4), f32)
             partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
-            sums = T.alloc_local((COLUMNS,), f32)
-            written = T.alloc_local((SHARE,), f32)
-            four = T.alloc_local((4,), f32)
-            m = T.alloc_local((AHEAD,), f32)
+            sums = T.alloc_local((WIDE * 8,), f32)
+            m = T.alloc_local((AHEAD * 8,), f32)
+            s = T.alloc_local((WIDE,), f32)
             thread = T.get_thread_binding()
-            k = T.alloc_var("int32", init=thread % K)
-            part = T.alloc_var("int32", init=thread // K)
             head = T.alloc_var("int32", init=T.truncmod(block, HV))
             row = T.alloc_var("int32", init=T.truncdiv(block, HV))
             length = T.alloc_var("int32", init=links[row, column.LENGTH])
@@ -52,35 +52,56 @@ def build_affine_chain(spec: KernelSpec):
                 if corrects[row + step, head] == 0:
                     known = 0
                 else:
-                    for i in T.unroll(SHARE):
-                        v = part * SHARE + i
-                        written[i] = carried[row + step, head, group * COLUMNS + v, k]
-                        if known == 0:
+                    if known == 0:
+                        T.sync_threads()
+                        for i in T.unroll(SHARE):
+                            v = (i * THREADS + thread) // K
+                            k = thread % K
                             if step > 0:
-                                state[v, k] = carried[row + step - 1, head, group * COLUMNS + v, k]
+                                state[k, v] = carried[row + step - 1, head, group * COLUMNS + v, k]
                             else:
                                 if has_initial:
-                                    state[v, k] = initial[links[row, column.LINK_CHAIN], head, group * COLUMNS + v, k]
-                    for v in T.unroll(COLUMNS):
-                        sums[v] = 0.0
+                                    state[k, v] = initial[links[row, column.LINK_CHAIN], head, group * COLUMNS + v, k]
                     T.sync_threads()
-                    for turn in T.serial(RUN // AHEAD):
-                        for e in T.unroll(AHEAD):
-                            m[e] = correction[row + step, head, thread // K * RUN + turn * AHEAD + e, k]
-                        for quad in T.unroll(AHEAD // 4):
-                            for v in T.unroll(COLUMNS):
+                    for i in T.unroll(WIDE * 8):
+                        sums[i] = 0.0
+                    for turn in T.unroll(RUN // AHEAD):
+                        for r in T.unroll(AHEAD):
+                            for half in T.unroll(2):
                                 for e in T.vectorized(4):
-                                    four[e] = state[v, thread // K * RUN + turn * AHEAD + quad * 4 + e]
-                                for e in T.unroll(4):
-                                    sums[v] = sums[v] + m[quad * 4 + e] * four[e]
-                    for v in T.unroll(COLUMNS):
-                        partial[part, v, k] = sums[v]
+                                    m[r * 8 + half * 4 + e] = correction[
+                                        row + step,
+                                        head,
+                                        thread // WARP * RUN + turn * AHEAD + r,
+                                        half * (K // 2) + thread % GROUPS * 4 + e,
+                                    ]
+                        for r in T.unroll(AHEAD):
+                            for quad in T.unroll(WIDE // 4):
+                                for e in T.vectorized(4):
+                                    s[quad * 4 + e] = state[
+                                        thread // WARP * RUN + turn * AHEAD + r,
+                                        thread % WARP // GROUPS * WIDE + quad * 4 + e,
+                                    ]
+                            for v in T.unroll(WIDE):
+                                for e in T.unroll(8):
+                                    sums[v * 8 + e] = sums[v * 8 + e] + m[r * 8 + e] * s[v]
+                    for v in T.unroll(WIDE):
+                        for half in T.unroll(2):
+                            for e in T.vectorized(4):
+                                partial[
+                                    thread // WARP,
+                                    thread % WARP // GROUPS * WIDE + v,
+                                    half * (K // 2) + thread % GROUPS * 4 + e,
+                                ] = sums[v * 8 + half * 4 + e]
                     T.sync_threads()
                     for i in T.unroll(SHARE):
+                        v = (i * THREADS + thread) // K
+                        k = thread % K
+                        total = T.alloc_var(f32, init=carried[row + step, head, group * COLUMNS + v, k])
                         for p in T.unroll(PARTS):
-                            written[i] = written[i] + partial[p, part * SHARE + i, k]
-                        state[part * SHARE + i, k] = written[i]
-                        carried[row + step, head, group * COLUMNS + part * SHARE + i, k] = written[i]
+                            total = total + partial[p, v, k]
+                        state[k, v] = total
+                        carried[row + step, head, group * COLUMNS + v, k] = total
                     known = 1
 
     return affine_chain

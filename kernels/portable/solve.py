@@ -36,6 +36,7 @@ def build_solve(spec: KernelSpec):
     l2norm, sigmoid, double = spec.has("l2norm"), spec.has("sigmoid"), spec.has("double")
     SLOTS = min(ratio, 2)  # value heads at a time
     tokens, chunks, H, HV = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV"))
+    key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     kt, kh, bt, bh = (T.dynamic(n) for n in ("k_token", "k_head", "beta_token", "beta_head"))
 
     @T.macro
@@ -60,6 +61,7 @@ def build_solve(spec: KernelSpec):
         decay: T.Tensor((chunks, HV, C), f32),
         chunk_table: T.Tensor((chunks, CHUNK_COLUMNS), "int32"),
         inverse: T.Tensor((chunks, HV, C, C), dtype),
+        key_scale: T.Tensor((key_chunks, H, C), f32),
         bound: T.Tensor((HV, chunks), f32),
     ):
         with T.Kernel(chunks * H, threads=THREADS) as block:
@@ -92,6 +94,14 @@ def build_solve(spec: KernelSpec):
                 for a, b in T.Parallel(C, C):
                     if a == b:
                         square[a] = gram[a, b]
+                if l2norm:
+                    T.sync_threads()
+                    if thread < C:
+                        # Rows past the end may hold anything; they count as rows of length 1.
+                        inverse_norm = T.alloc_var(f32, init=1.0)
+                        if thread < length:
+                            inverse_norm = T.rsqrt(square[thread] + L2_EPS)
+                        key_scale[chunk, key_head, thread] = inverse_norm
                 for turn in T.serial((ratio + SLOTS - 1) // SLOTS):
                     mine = T.alloc_var("int32", init=turn * SLOTS + slot)
                     works = T.alloc_var("int32", init=0)

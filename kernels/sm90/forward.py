@@ -26,6 +26,7 @@ from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import forward_config
 
 FULL_ROW = T.GemmWarpPolicy.FullRow
+L2_EPS = 1e-6
 SCORERS, WARP = 128, 32
 
 
@@ -49,13 +50,12 @@ def build_forward(spec: KernelSpec):
     tokens, chunks, H, HV, segments, rows, chains = (
         T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains")
     )
+    key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     qt, qh, kt, kh, vt, vh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"))
 
     @T.macro
-    def store(out, out16, o_tile, o, start, end, head, group, thread):
-        """One chunk's output from the registers of `out`. Warpgroups share nothing here: each stores its 64 columns."""
-        for a, b in T.Parallel(V, C):
-            out16[a // 64, b, a % 64] = T.cast(out[a, b], dtype)
+    def store(out16, o_tile, o, start, end, head, group, thread):
+        """One chunk's output. Warpgroups share nothing here: each stores its 64 columns."""
         T.tma_store_wait(0)
         T.sync_threads(barrier_id=2 + group, arrive_count=128)
         T.copy(out16, o_tile)
@@ -83,6 +83,7 @@ def build_forward(spec: KernelSpec):
         v: T.StridedTensor((tokens, HV, V), (vt, vh, 1), dtype),
         inverse: T.Tensor((chunks, HV, C, C), dtype),
         decay: T.Tensor((chunks, HV, C), f32),
+        key_scale: T.Tensor((key_chunks, H, C), f32),
         table: T.Tensor((segments, COLUMNS), "int32"),
         carried: T.Tensor((rows, HV, V, K), f32),
         initial: T.Tensor((chains, HV, V, K), f32),
@@ -97,10 +98,13 @@ def build_forward(spec: KernelSpec):
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
             p_tile = T.alloc_shared((STAGES, C, C), dtype)
             o_tile = T.alloc_shared((V // 64, C, 64), dtype)
-            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G)
-            read = T.alloc_shared((STAGES, C), f32)  # scale exp(G)
-            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G)
+            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
+            read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
+            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
+            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
             gate = T.alloc_shared((STAGES, C), f32)
+            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
+            q_scale = T.alloc_shared((C,), f32)
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([SCORERS] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
@@ -164,7 +168,7 @@ def build_forward(spec: KernelSpec):
                     for a, b in T.Parallel(V, C):
                         out[a, b] = out[a, b] * read[slot, b]
                     for a, b in T.Parallel(V, K):
-                        state[a, b] = state[a, b] * (0.0 - grow[slot, C - 1])
+                        state[a, b] = state[a, b] * keep[slot]
                     T.copy(fade[slot, :], factor)
                     T.wait_wgmma(0)
                     for a, b in T.Parallel(V, C):
@@ -183,11 +187,13 @@ def build_forward(spec: KernelSpec):
                             phase = phase ^ 1
                     T.mbarrier_wait_parity(ready[upcoming], phase)
                     T.copy(state, state16)
+                    T.wait_wgmma(0)
+                    for a, b in T.Parallel(V, C):
+                        out16[a // 64, b, a % 64] = T.cast(out[a, b], dtype)
                     T.wgmma_gemm(
                         state16, k_tile[upcoming, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW
                     )
-                    T.wait_wgmma(1)
-                    store(out, out16, o_tile, o, begin + i * C, end, head, group, thread)
+                    store(out16, o_tile, o, begin + i * C, end, head, group, thread)
                     T.wait_wgmma(0)
                     T.mbarrier_arrive(free[slot])
                     slot = upcoming
@@ -198,8 +204,13 @@ def build_forward(spec: KernelSpec):
             elif thread < WORKERS + SCORERS:
                 T.set_max_nreg(config.roles[1].registers, 0)
                 scores = T.alloc_fragment((C, C), f32)
+                weight = T.alloc_fragment((C, C), f32)
+                row_gate = T.alloc_fragment((C,), f32)
+                column_gate = T.alloc_fragment((C,), f32)
                 scores16 = T.alloc_fragment((C, C), dtype)
                 row = T.alloc_var("int32", init=thread - WORKERS)
+                column_scale = T.alloc_fragment((C,), f32)
+                part = T.alloc_local((8,), dtype)
                 log_scale = T.alloc_var(f32, init=T.log2(scale))
                 slot = T.alloc_var("int32", init=0)
                 phase = T.alloc_var("int32", init=0)
@@ -211,25 +222,44 @@ def build_forward(spec: KernelSpec):
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
                         T.sync_threads(barrier_id=1, arrive_count=SCORERS)
-                    T.wgmma_gemm(q_tile[slot, :, :], k_tile[slot, :, :], scores, transpose_B=True, clear_accum=True)
+                    if l2norm:
+                        # Two threads a row of Q. Norms are scales of rows, which the decays of rows and columns take in.
+                        square = T.alloc_var(f32, init=0.0)
+                        for j in T.serial(K // 16):
+                            for e in T.vectorized(8):
+                                part[e] = q_tile[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
+                            for e in T.unroll(8):
+                                square = square + T.cast(part[e], f32) * T.cast(part[e], f32)
+                        square = square + T.shfl_xor(square, 1)
+                        T.sync_threads(barrier_id=1, arrive_count=SCORERS)
+                        if row % 2 == 0:
+                            q_scale[row // 2] = T.rsqrt(square + L2_EPS)
+                        T.sync_threads(barrier_id=1, arrive_count=SCORERS)
                     if row < C:
-                        grow[slot, row] = 0.0 - T.exp2(gate[slot, row])
-                        read[slot, row] = T.exp2(gate[slot, row] + log_scale)
-                        fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row])
+                        key = T.alloc_var(f32, init=1.0)
+                        query = T.alloc_var(f32, init=scale)
+                        if l2norm:
+                            key = k_scale[slot, row]
+                            query = scale * q_scale[row]
+                        grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
+                        grow[slot, row] = 0.0 - grown * key
+                        read[slot, row] = grown * query
+                        fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
+                        if row == C - 1:
+                            keep[slot] = grown
+                    for a in T.Parallel(C):
+                        row_gate[a] = gate[slot, a] + log_scale
+                        if l2norm:
+                            row_gate[a] = row_gate[a] + T.log2(q_scale[a])
+                    if l2norm:
+                        T.copy(k_scale[slot, :], column_scale)
+                    T.copy(gate[slot, :], column_gate)
+                    T.wgmma_gemm(q_tile[slot, :, :], k_tile[slot, :, :], scores, transpose_B=True, clear_accum=True)
+                    for a, b in T.Parallel(C, C):
+                        weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
                     T.wait_wgmma(0)
-                    # A warp has 16 rows: right of the diagonal it has nothing but zeros.
-                    for block in T.unroll(C // 16):
-                        if row // WARP >= block:
-                            for a, b in T.Parallel(C, 16):
-                                scores16[a, block * 16 + b] = T.if_then_else(
-                                    a >= block * 16 + b,
-                                    scores[a, block * 16 + b]
-                                    * T.exp2(gate[slot, a] + log_scale - gate[slot, block * 16 + b]),
-                                    0.0,
-                                )
-                        else:
-                            for a, b in T.Parallel(C, 16):
-                                scores16[a, block * 16 + b] = 0.0
+                    for a, b in T.Parallel(C, C):
+                        scores16[a, b] = scores[a, b] * weight[a, b] * (column_scale[b] if l2norm else 1.0)
                     T.copy(scores16, p_tile[slot, :, :])
                     T.fence_proxy_async()
                     T.mbarrier_arrive(ready[slot])
@@ -248,6 +278,8 @@ def build_forward(spec: KernelSpec):
                         start = T.alloc_var("int32", init=begin + i * C)
                         T.mbarrier_wait_parity(free[slot], phase)
                         T.tma_copy(decay[chunk + i, head, 0:C], gate[slot, :], barrier=full[slot])
+                        if l2norm:
+                            T.tma_copy(key_scale[chunk + i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
                         T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
                         T.tma_copy(q[start : start + C, key_head, 0:K], q_tile[slot, :, :], barrier=full[slot])
                         T.tma_copy(v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot])

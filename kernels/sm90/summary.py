@@ -30,12 +30,13 @@ def build_summary(spec: KernelSpec):
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
     config = summary_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
-    has_initial = spec.has("initial_state")
+    has_initial, l2norm = spec.has("initial_state"), spec.has("l2norm")
     tokens, chunks, H, HV, segments, rows = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows"))
+    key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     kt, kh, vt, vh = (T.dynamic(n) for n in ("k_token", "k_head", "v_token", "v_head"))
 
     @T.macro
-    def recur(writes, state, first, count, k_tile, v_tile, t_tile, grow, fade, ready, free):
+    def recur(writes, state, first, count, k_tile, v_tile, t_tile, grow, fade, keep, ready, free):
         """Run chunks first..count from `state`; with `writes` False only what is remembered moves."""
         state16 = T.alloc_fragment((V, K), dtype)
         recalled = T.alloc_fragment((V, C), f32)
@@ -69,7 +70,7 @@ def build_summary(spec: KernelSpec):
                 recalled16, t_tile[slot, :, :], value, transpose_B=True, clear_accum=not writes, policy=FULL_ROW
             )
             for a, b in T.Parallel(V, K):
-                state[a, b] = state[a, b] * (0.0 - grow[slot, C - 1])
+                state[a, b] = state[a, b] * keep[slot]
             T.copy(fade[slot, :], factor)
             T.wait_wgmma(0)
             for a, b in T.Parallel(V, C):
@@ -88,6 +89,7 @@ def build_summary(spec: KernelSpec):
         v: T.StridedTensor((tokens, HV, V), (vt, vh, 1), dtype),
         inverse: T.Tensor((chunks, HV, C, C), dtype),
         decay: T.Tensor((chunks, HV, C), f32),
+        key_scale: T.Tensor((key_chunks, H, C), f32),
         bound: T.Tensor((HV, chunks), f32),
         table: T.Tensor((segments, column.COLUMNS), "int32"),
         boundary: T.Tensor((rows, HV, V, K), f32),
@@ -102,6 +104,8 @@ def build_summary(spec: KernelSpec):
             grow = T.alloc_shared((STAGES, C), f32)  # -exp(G)
             fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G)
             gate = T.alloc_shared((STAGES, C), f32)
+            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
+            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([HELPERS] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
@@ -137,12 +141,12 @@ def build_summary(spec: KernelSpec):
                         state = T.alloc_fragment((V, K), f32)
                         if corrected == 0:
                             T.clear(state)
-                            recur(True, state, first, count, k_tile, v_tile, t_tile, grow, fade, ready, free)
+                            recur(True, state, first, count, k_tile, v_tile, t_tile, grow, fade, keep, ready, free)
                             T.copy(state, boundary[out, head, 0:V, 0:K])
                         else:
                             for a, b in T.Parallel(K, K):
                                 state[a, b] = T.if_then_else(a == b, 1.0, 0.0)
-                            recur(False, state, first, count, k_tile, v_tile, t_tile, grow, fade, ready, free)
+                            recur(False, state, first, count, k_tile, v_tile, t_tile, grow, fade, keep, ready, free)
                             T.copy(state, correction[out, head, 0:K, 0:K])
                     else:
                         T.set_max_nreg(config.roles[1].registers, 0)
@@ -154,6 +158,12 @@ def build_summary(spec: KernelSpec):
                                 start = T.alloc_var("int32", init=begin + (first + step) * C)
                                 T.mbarrier_wait_parity(free[slot], ((step // STAGES) % 2) ^ 1)
                                 T.tma_copy(decay[chunk + first + step, head, 0:C], gate[slot, :], barrier=full[slot])
+                                if l2norm:
+                                    T.tma_copy(
+                                        key_scale[chunk + first + step, key_head, 0:C],
+                                        k_scale[slot, :],
+                                        barrier=full[slot],
+                                    )
                                 T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
                                 T.tma_copy(
                                     inverse[chunk + first + step, head, 0:C, 0:C],
@@ -161,9 +171,7 @@ def build_summary(spec: KernelSpec):
                                     barrier=full[slot],
                                 )
                                 if corrected == 0:
-                                    T.tma_copy(
-                                        v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot]
-                                    )
+                                    T.tma_copy(v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot])
                                 T.mbarrier_arrive(full[slot])
                             if step >= STAGES - 2:
                                 i = T.alloc_var("int32", init=step - (STAGES - 2))
@@ -171,8 +179,14 @@ def build_summary(spec: KernelSpec):
                                 length = T.alloc_var("int32", init=end - begin - (first + i) * C)
                                 T.mbarrier_wait_parity(full[slot], (i // STAGES) % 2)
                                 if row < C:
-                                    grow[slot, row] = 0.0 - T.exp2(gate[slot, row])
-                                    fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row])
+                                    key = T.alloc_var(f32, init=1.0)
+                                    if l2norm:
+                                        key = k_scale[slot, row]
+                                    grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
+                                    grow[slot, row] = 0.0 - grown * key
+                                    fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
+                                    if row == C - 1:
+                                        keep[slot] = grown
                                 if length < C:
                                     clear_tail(k_tile, slot, length, row, HELPERS, K, dtype)
                                     if corrected == 0:
