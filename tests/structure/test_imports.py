@@ -85,7 +85,8 @@ def foreign_import_fault(module: str, target: str, in_function: bool) -> str | N
         return f"{library} belongs in kernels/{{{','.join(sorted(TRACED))}}}"
     if library in FRAMEWORKS:
         home = f"flashqla_cp.integrations.{FRAMEWORKS[library]}"
-        if module != home and not module.startswith(f"{home}."):
+        example = f"flashqla_cp.launch.train_{library}"
+        if module not in (home, example) and not module.startswith(f"{home}."):
             return f"{library} belongs in {home}"
         if not in_function:
             return f"{library} is optional, so it is imported inside functions"
