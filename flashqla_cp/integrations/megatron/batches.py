@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from flashqla_cp.integrations.documents import Documents
+from flashqla_cp.integrations.weak_table import WeakTable
 from flashqla_cp.parallel.context import CPContext, build_cp_context
 from flashqla_cp.parallel.plan import check_offsets, read_offsets
 
@@ -24,7 +25,7 @@ PACKED_LAYOUTS = ("zigzag_per_document", "zigzag", "contiguous")
 KEPT_SHAPES = 32
 
 _of_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, CPContext]] = weakref.WeakKeyDictionary()
-_of_packed: dict[int, _Known] = {}
+_of_packed: WeakTable[_Known] = WeakTable()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,7 +35,6 @@ class _Known:
     The tensors are held, so no other one can take their place unseen; versions count edits in place.
     """
 
-    owner: weakref.ref[Any]
     tensors: tuple[torch.Tensor | None, ...]
     versions: tuple[int | None, ...]
     offsets: list[int]
@@ -132,17 +132,15 @@ def _recall(packed: Any) -> _Known:
     if tensors[0] is None:
         raise ValueError("packed_seq_params: has no cu_seqlens_q; expected the offsets of the packed documents")
     versions = tuple(_version(x) for x in tensors)
-    known = _of_packed.get(id(packed))
-    if known is not None and known.owner() is packed and None not in versions:
+    known = _of_packed.get(packed)
+    if known is not None and None not in versions:
         same = all(new is old for new, old in zip(tensors, known.tensors, strict=True))
         if same and versions == known.versions:
             return known
     offsets = _read(tensors)
-    if known is None or known.owner() is not packed or known.offsets != offsets:
-        key = id(packed)
-        owner = weakref.ref(packed, lambda _: _of_packed.pop(key, None))
-        known = _Known(owner=owner, tensors=tensors, versions=versions, offsets=offsets)
-        _of_packed[key] = known
+    if known is None or known.offsets != offsets:
+        known = _Known(tensors=tensors, versions=versions, offsets=offsets)
+        _of_packed.set(packed, known)
     known.tensors, known.versions = tensors, versions
     return known
 
