@@ -21,7 +21,7 @@ FLOORS = {
         {"launch"},
         {"cli"},
     ],
-    "parallel": [{"fragments", "affine", "comm"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
+    "parallel": [{"fragments", "affine", "comm", "foreign"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
     "kernels": [
         {"arch", "settings", "chunks", "cache", "cubin"},
         {"spec", "emitted"},
