@@ -12,8 +12,8 @@ What to set, and why:
 - Layout: none to choose. Megatron gives rank r of P the parts r and 2P-1-r of each sequence, and the layers know that.
 - Gradients: each rank holds a part of the gradient of whole parameters, and the sum over the ranks is the gradient.
   Megatron's DistributedDataParallel reduces over its data and context groups together, as here.
-- Loss: each rank divides by the number of targets of all ranks. A program that averages over context ranks, as
-  Megatron-LM does, multiplies the loss by their number first.
+- Loss: each rank divides by the number of targets of all ranks. A program that averages over context ranks must
+  multiply the loss by their number first; Megatron-LM does both.
 - CP above the number of key heads: leave TransformerConfig.experimental_attention_variant unset, as here, and pass the
   spec; with it set, Megatron checks the limit of its own all-to-all.
 """
