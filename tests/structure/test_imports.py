@@ -17,10 +17,11 @@ FLOORS = {
         {"library", "autograd"},
         {"op", "conv"},
         {"layer"},
-        {"launch", "integrations"},
+        {"integrations"},
+        {"launch"},
         {"cli"},
     ],
-    "parallel": [{"fragments", "affine", "comm"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
+    "parallel": [{"fragments", "affine", "comm", "foreign"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
     "kernels": [
         {"arch", "settings", "chunks", "cache", "cubin"},
         {"spec", "emitted"},
@@ -85,7 +86,8 @@ def foreign_import_fault(module: str, target: str, in_function: bool) -> str | N
         return f"{library} belongs in kernels/{{{','.join(sorted(TRACED))}}}"
     if library in FRAMEWORKS:
         home = f"flashqla_cp.integrations.{FRAMEWORKS[library]}"
-        if module != home:
+        example = f"flashqla_cp.launch.train_{library}"
+        if module not in (home, example) and not module.startswith(f"{home}."):
             return f"{library} belongs in {home}"
         if not in_function:
             return f"{library} is optional, so it is imported inside functions"
