@@ -32,9 +32,7 @@ def _register(stage: str, folders: Mapping[str, str]) -> None:
 
 
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}
-for _stage in ("tables", "gate_cumsum", "affine_chain"):
+for _stage in ("tables", "gate_cumsum", "solve", "affine_chain"):
     _register(_stage, _PORTABLE)
-for _stage in ("solve",):
-    _register(_stage, {"sm90": "portable"})
 for _stage in ("summary", "forward"):
-    _register(_stage, {"sm90": "sm90"})
+    _register(_stage, {"sm90": "sm90", "sm100": "sm100"})

@@ -16,11 +16,12 @@ Letters: T tokens, C chunk, K key dim, H key heads, HV value heads.
 
 import tilelang.language as T
 
+from flashqla_cp.kernels.blocks.mma import multiply
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 
-HALF, BAND, WARP, THREADS = C // 2, 16, 32, 128
+HALF, WARP, THREADS = C // 2, 32, 128
 L2_EPS = 1e-6
 
 
@@ -35,6 +36,8 @@ def build_solve(spec: KernelSpec):
     K, ratio, dtype, f32 = spec.dim("head_dim"), spec.dim("ratio"), spec.dtype("qkv"), "float32"
     l2norm, sigmoid, double = spec.has("l2norm"), spec.has("sigmoid"), spec.has("double")
     SLOTS = min(ratio, 2)  # value heads at a time
+    # Columns weighted at a time. Sums of wgmma lie in a warp by 16 rows, so that warps above the diagonal have no work.
+    BAND = 16 if spec.target.mma == "wgmma" else C
     tokens, chunks, H, HV = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV"))
     key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     kt, kh, bt, bh = (T.dynamic(n) for n in ("k_token", "k_head", "beta_token", "beta_head"))
@@ -88,8 +91,7 @@ def build_solve(spec: KernelSpec):
                 T.tma_copy(k[start : start + C, key_head, 0:K], k_tile, barrier=loaded)
                 T.mbarrier_arrive(loaded)
                 T.mbarrier_wait_parity(loaded, 0)
-                T.wgmma_gemm(k_tile, k_tile, gram, transpose_B=True, clear_accum=True)
-                T.wait_wgmma(0)
+                multiply(spec.target, k_tile, k_tile, gram)
                 T.sync_threads()  # the keys' memory is used again below
                 for a, b in T.Parallel(C, C):
                     if a == b:

@@ -1,0 +1,362 @@
+"""Output and exit states of every segment: the schedule for sm_100 (tcgen05), emulator-verified, not yet run on hardware.
+
+The recurrence of sm90/forward.py, states transposed, with its accumulators and left operands in tensor memory. For
+V = 128 one product of 128 rows does what two warpgroups do there; for V = 64 left operands go through shared memory.
+
+    X = S^T K^T            Y = -X diag(exp G)         U = V^T T^T + Y T^T     (T holds diag(beta))
+    O^T = (S^T Q^T) diag(scale exp G) + U P^T         S^T = exp(Gc) S^T + (U diag(exp(Gc - G))) K
+
+Roles of a block, which runs one segment of one value head:
+
+    V / 64 warpgroups     what lies between products     wait done, free; arrive given
+    1 warpgroup           scores, one chunk ahead:       wait full, arrive ready
+                          P = scale (Q K^T) exp(G_i - G_j)
+    1 warp                issues the other products      wait ready, given; commit done, free
+    1 warp                copies by TMA                  wait free, arrive full
+
+Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
+"""
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from flashqla_cp.kernels.blocks.chunk_io import clear_tail
+from flashqla_cp.kernels.blocks.segments import COLUMNS, END, ENTRY, LAST, START, CHUNK as FIRST_CHUNK, CHAIN
+from flashqla_cp.kernels.chunks import CHUNK as C
+from flashqla_cp.kernels.spec import KernelSpec
+from flashqla_cp.kernels.tuning import forward_config
+
+L2_EPS = 1e-6
+SCORERS, WARP = 128, 32
+# Products that the workers wait for, and what they give to the warp that issues: once a chunk each.
+RECALLED, QUERIED, VALUED, UPDATED, PRODUCTS = range(5)
+STATE, CORRECTION, VALUE, EMPTY, GIFTS = range(5)
+
+
+def build_forward(spec: KernelSpec):
+    """dims: head_dim (K = V), ratio (HV / H). dtypes: qkv. flags: initial_state, final_state, l2norm."""
+    K = V = spec.dim("head_dim")
+    ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
+    config = forward_config(spec)
+    STAGES, WORKERS = config.stages, config.roles[0].threads
+    has_initial, has_final, l2norm = (spec.has(flag) for flag in ("initial_state", "final_state", "l2norm"))
+    alloc_operand = T.alloc_tmem if V == 128 else T.alloc_shared  # a left operand of 64 rows comes from shared memory
+    tokens, chunks, H, HV, segments, rows, chains = (
+        T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains")
+    )
+    key_chunks = chunks if l2norm else T.dynamic("key_chunks")
+    qt, qh, kt, kh, vt, vh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"))
+
+    @T.macro
+    def give(barriers, index):
+        """What this thread wrote for the tensor cores, or read from them, is done."""
+        if V != 128:
+            T.fence_proxy_async()
+        T.tcgen05_before_thread_sync()
+        T.mbarrier_arrive(barriers[index])
+
+    @T.macro
+    def take(barriers, index, phase):
+        T.mbarrier_wait_parity(barriers[index], phase)
+        T.tcgen05_after_thread_sync()
+
+    @T.macro
+    def hand_over(state, state16, sums, operand, keep, given):
+        """The state, rounded, is the next chunk's left operand; what the chunk keeps of it goes under its update."""
+        T.copy(state, state16)
+        T.copy(state16, operand)
+        for a, b in T.Parallel(V, K):
+            state[a, b] = state[a, b] * keep
+        T.copy(state, sums)
+        give(given, STATE)
+
+    @T.macro
+    def store(out, o_tile, o, start, end, head, thread):
+        """One chunk's output."""
+        T.tma_store_wait(0)
+        T.sync_threads(barrier_id=2, arrive_count=WORKERS)
+        for a, b in T.Parallel(V, C):
+            o_tile[a // 64, b, a % 64] = T.cast(out[a, b], dtype)
+        T.fence_proxy_async()
+        T.sync_threads(barrier_id=2, arrive_count=WORKERS)
+        if start + C <= end:
+            for half in T.unroll(V // 64):
+                T.tma_copy(
+                    o_tile[half, 0:C, 0:64],
+                    o[start : start + C, head, half * 64 : half * 64 + 64],
+                    leader_scope_threads=WORKERS,
+                )
+        else:
+            for step in T.unroll(C * V // (8 * WORKERS)):
+                place = T.alloc_var("int32", init=step * WORKERS + thread)
+                token = T.alloc_var("int32", init=place // (V // 8))
+                if start + token < end:
+                    for e in T.vectorized(8):
+                        o[start + token, head, place % (V // 8) * 8 + e] = o_tile[
+                            place % (V // 8) // 8, token, place % 8 * 8 + e
+                        ]
+
+    @T.prim_func
+    def forward(
+        q: T.StridedTensor((tokens, H, K), (qt, qh, 1), dtype),
+        k: T.StridedTensor((tokens, H, K), (kt, kh, 1), dtype),
+        v: T.StridedTensor((tokens, HV, V), (vt, vh, 1), dtype),
+        inverse: T.Tensor((chunks, HV, C, C), dtype),
+        decay: T.Tensor((chunks, HV, C), f32),
+        key_scale: T.Tensor((key_chunks, H, C), f32),
+        table: T.Tensor((segments, COLUMNS), "int32"),
+        carried: T.Tensor((rows, HV, V, K), f32),
+        initial: T.Tensor((chains, HV, V, K), f32),
+        o: T.Tensor((tokens, HV, V), dtype),
+        final: T.Tensor((chains, HV, V, K), f32),
+        scale: T.float32,
+    ):
+        with T.Kernel(segments * HV, threads=config.threads) as block:
+            q_tile = T.alloc_shared((STAGES, C, K), dtype)
+            k_tile = T.alloc_shared((STAGES, C, K), dtype)
+            v_tile = T.alloc_shared((STAGES, C, V), dtype)
+            t_tile = T.alloc_shared((STAGES, C, C), dtype)
+            p_tile = T.alloc_shared((STAGES, C, C), dtype)
+            o_tile = T.alloc_shared((V // 64, C, 64), dtype)
+            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
+            read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
+            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
+            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
+            gate = T.alloc_shared((STAGES, C), f32)
+            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
+            q_scale = T.alloc_shared((C,), f32)
+            # Sizes fall, as the allocator of tensor memory wants.
+            state_sum = T.alloc_tmem((V, K), f32)
+            recalled_sum = T.alloc_tmem((V, C), f32)
+            value_sum = T.alloc_tmem((V, C), f32)
+            out_sum = T.alloc_tmem((V, C), f32)
+            state_operand = alloc_operand((V, K), dtype)
+            value_operand = alloc_operand((V, C), dtype)  # Y, then U
+            faded_operand = alloc_operand((V, C), dtype)
+            score_sum = T.alloc_tmem((C, C), f32)
+            full = T.alloc_barrier([WARP] * STAGES)
+            ready = T.alloc_barrier([SCORERS] * STAGES)
+            free = T.alloc_barrier([1] * STAGES)
+            done = T.alloc_barrier([1] * PRODUCTS)
+            given = T.alloc_barrier([WORKERS] * GIFTS)
+            scored = T.alloc_barrier([1])
+            T.annotate_layout({o_tile: make_full_bank_swizzled_layout(o_tile)})
+            thread = T.get_thread_binding()
+            head = T.alloc_var("int32", init=T.truncmod(block, HV))
+            segment = T.alloc_var("int32", init=T.truncdiv(block, HV))
+            begin = T.alloc_var("int32", init=table[segment, START])
+            end = T.alloc_var("int32", init=table[segment, END])
+            count = T.alloc_var("int32", init=T.truncdiv(end - begin + (C - 1), C))
+            if thread < WORKERS:
+                T.set_max_nreg(config.roles[0].registers, 1)
+                state = T.alloc_fragment((V, K), f32)
+                state16 = T.alloc_fragment((V, K), dtype)
+                narrow = T.alloc_fragment((V, C), f32)
+                narrow16 = T.alloc_fragment((V, C), dtype)
+                faded16 = T.alloc_fragment((V, C), dtype)
+                out = T.alloc_fragment((V, C), f32)
+                entry = T.alloc_var("int32", init=table[segment, ENTRY])
+                chain = T.alloc_var("int32", init=table[segment, CHAIN])
+                slot = T.alloc_var("int32", init=0)
+                phase = T.alloc_var("int32", init=0)
+                upcoming = T.alloc_var("int32", init=0)
+                turn = T.alloc_var("int32", init=0)
+                if count > 0:
+                    if entry >= 0:
+                        T.copy(carried[entry, head, 0:V, 0:K], state)
+                    else:
+                        if has_initial:
+                            T.copy(initial[chain, head, 0:V, 0:K], state)
+                        else:
+                            T.clear(state)
+                    T.mbarrier_wait_parity(ready[0], 0)
+                    hand_over(state, state16, state_sum, state_operand, keep[0], given)
+                for i in T.serial(count):
+                    take(done, RECALLED, i % 2)
+                    T.copy(recalled_sum, narrow)
+                    for a, b in T.Parallel(V, C):
+                        narrow16[a, b] = narrow[a, b] * grow[slot, b]
+                    T.copy(narrow16, value_operand)
+                    give(given, CORRECTION)
+                    take(done, QUERIED, i % 2)
+                    T.copy(out_sum, out)
+                    for a, b in T.Parallel(V, C):
+                        out[a, b] = out[a, b] * read[slot, b]
+                    take(done, VALUED, i % 2)
+                    T.copy(value_sum, narrow)
+                    for a, b in T.Parallel(V, C):
+                        faded16[a, b] = narrow[a, b] * fade[slot, b]
+                    T.copy(faded16, faded_operand)
+                    T.copy(narrow, narrow16)
+                    T.copy(narrow16, value_operand)
+                    give(given, VALUE)
+                    upcoming = slot + 1
+                    turn = phase
+                    if upcoming == STAGES:
+                        upcoming = 0
+                        turn = phase ^ 1
+                    if i + 1 < count:
+                        T.mbarrier_wait_parity(ready[upcoming], turn)
+                    take(done, UPDATED, i % 2)
+                    T.copy(state_sum, state)
+                    if i + 1 < count:
+                        hand_over(state, state16, state_sum, state_operand, keep[upcoming], given)
+                    take(free, slot, phase)
+                    T.copy(out_sum, narrow)
+                    give(given, EMPTY)
+                    for a, b in T.Parallel(V, C):
+                        out[a, b] = out[a, b] + narrow[a, b]
+                    store(out, o_tile, o, begin + i * C, end, head, thread)
+                    slot = upcoming
+                    phase = turn
+                T.tma_store_wait(0)
+                if has_final:
+                    if count > 0 and table[segment, LAST] == 1:
+                        T.copy(state, final[chain, head, 0:V, 0:K])
+            elif thread < WORKERS + SCORERS:
+                T.set_max_nreg(config.roles[1].registers, 0)
+                scores = T.alloc_fragment((C, C), f32)
+                scores16 = T.alloc_fragment((C, C), dtype)
+                row = T.alloc_var("int32", init=thread - WORKERS)
+                part = T.alloc_local((8,), dtype)
+                slot = T.alloc_var("int32", init=0)
+                phase = T.alloc_var("int32", init=0)
+                for i in T.serial(count):
+                    length = T.alloc_var("int32", init=end - begin - i * C)
+                    T.mbarrier_wait_parity(full[slot], phase)
+                    if length < C:
+                        clear_tail(k_tile, slot, length, row, SCORERS, K, dtype)
+                        clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
+                        T.fence_proxy_async()
+                    if l2norm:
+                        # Two threads a row of Q. Norms are scales of rows, which the decays of rows and columns take in.
+                        square = T.alloc_var(f32, init=0.0)
+                        for j in T.serial(K // 16):
+                            for e in T.vectorized(8):
+                                part[e] = q_tile[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
+                            for e in T.unroll(8):
+                                square = square + T.cast(part[e], f32) * T.cast(part[e], f32)
+                        square = square + T.shfl_xor(square, 1)
+                        if row % 2 == 0:
+                            q_scale[row // 2] = T.rsqrt(square + L2_EPS)
+                    T.sync_threads(barrier_id=1, arrive_count=SCORERS)
+                    T.tcgen05_gemm(
+                        q_tile[slot, :, :],
+                        k_tile[slot, :, :],
+                        score_sum,
+                        transpose_B=True,
+                        clear_accum=True,
+                        mbar=scored,
+                    )
+                    if row < C:
+                        key = T.alloc_var(f32, init=1.0)
+                        query = T.alloc_var(f32, init=scale)
+                        if l2norm:
+                            key = k_scale[slot, row]
+                            query = scale * q_scale[row]
+                        grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
+                        grow[slot, row] = 0.0 - grown * key
+                        read[slot, row] = grown * query
+                        fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
+                        if row == C - 1:
+                            keep[slot] = grown
+                    take(scored, 0, i % 2)
+                    T.copy(score_sum, scores)
+                    for a, b in T.Parallel(C, C):
+                        scores16[a, b] = T.if_then_else(
+                            a >= b,
+                            scores[a, b]
+                            * (
+                                T.exp2(gate[slot, a] - gate[slot, b])
+                                * scale
+                                * ((q_scale[a] * k_scale[slot, b]) if l2norm else 1.0)
+                            ),
+                            0.0,
+                        )
+                    T.copy(scores16, p_tile[slot, :, :])
+                    T.fence_proxy_async()
+                    T.tcgen05_before_thread_sync()
+                    T.mbarrier_arrive(ready[slot])
+                    # The next product overwrites the sums, and its gates the norms, that the others may be reading.
+                    T.sync_threads(barrier_id=1, arrive_count=SCORERS)
+                    T.tcgen05_after_thread_sync()
+                    slot = slot + 1
+                    if slot == STAGES:
+                        slot = 0
+                        phase = phase ^ 1
+            else:
+                T.set_max_nreg(config.roles[2].registers, 0)
+                if thread < WORKERS + SCORERS + WARP:
+                    slot = T.alloc_var("int32", init=0)
+                    phase = T.alloc_var("int32", init=0)
+                    for i in T.serial(count):
+                        take(ready, slot, phase)
+                        T.tcgen05_gemm(
+                            v_tile[slot, :, :],
+                            t_tile[slot, :, :],
+                            value_sum,
+                            transpose_A=True,
+                            transpose_B=True,
+                            clear_accum=True,
+                            mbar=None,
+                        )
+                        take(given, STATE, i % 2)
+                        T.tcgen05_gemm(
+                            state_operand,
+                            k_tile[slot, :, :],
+                            recalled_sum,
+                            transpose_B=True,
+                            clear_accum=True,
+                            mbar=done[RECALLED],
+                        )
+                        take(given, EMPTY, i % 2 ^ 1)
+                        T.tcgen05_gemm(
+                            state_operand,
+                            q_tile[slot, :, :],
+                            out_sum,
+                            transpose_B=True,
+                            clear_accum=True,
+                            mbar=done[QUERIED],
+                        )
+                        take(given, CORRECTION, i % 2)
+                        T.tcgen05_gemm(
+                            value_operand, t_tile[slot, :, :], value_sum, transpose_B=True, mbar=done[VALUED]
+                        )
+                        take(given, VALUE, i % 2)
+                        T.tcgen05_gemm(faded_operand, k_tile[slot, :, :], state_sum, mbar=done[UPDATED])
+                        T.tcgen05_gemm(
+                            value_operand,
+                            p_tile[slot, :, :],
+                            out_sum,
+                            transpose_B=True,
+                            clear_accum=True,
+                            mbar=free[slot],
+                        )
+                        slot = slot + 1
+                        if slot == STAGES:
+                            slot = 0
+                            phase = phase ^ 1
+                elif thread < WORKERS + SCORERS + 2 * WARP:
+                    key_head = T.alloc_var("int32", init=T.truncdiv(head, ratio))
+                    chunk = T.alloc_var("int32", init=table[segment, FIRST_CHUNK])
+                    slot = T.alloc_var("int32", init=0)
+                    phase = T.alloc_var("int32", init=1)
+                    for i in T.serial(count):
+                        start = T.alloc_var("int32", init=begin + i * C)
+                        T.mbarrier_wait_parity(free[slot], phase)
+                        T.tma_copy(decay[chunk + i, head, 0:C], gate[slot, :], barrier=full[slot])
+                        if l2norm:
+                            T.tma_copy(key_scale[chunk + i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
+                        T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
+                        T.tma_copy(q[start : start + C, key_head, 0:K], q_tile[slot, :, :], barrier=full[slot])
+                        T.tma_copy(v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot])
+                        T.tma_copy(inverse[chunk + i, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
+                        T.mbarrier_arrive(full[slot])
+                        slot = slot + 1
+                        if slot == STAGES:
+                            slot = 0
+                            phase = phase ^ 1
+            T.tcgen05_before_thread_sync()
+            T.sync_threads()
+
+    return forward
