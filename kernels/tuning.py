@@ -118,44 +118,37 @@ def tensor_memory_columns(arch: Arch, needed: Sequence[int]) -> int:
 def forward_config(spec: KernelSpec) -> TileConfig:
     """Launch shape of the forward schedule: workers of 64 value columns, scorers, and the warps that copy and issue."""
     if spec.target.mma == "tcgen05":
-        width = spec.dim("head_dim")
-        sums = (width, 64, 64, 64, 32)
-        return _sweep_config(spec, 2, True, 3, {"workers": 200, "scorers": 80, "feeders": 32}, sums)
+        return _sweep_config(spec, 2, True, 3, {"workers": 200, "scorers": 80, "feeders": 32})
     return _sweep_config(spec, 2, True, 3, {"workers": 192, "scorers": 104, "copier": 24})
 
 
 def summary_config(spec: KernelSpec) -> TileConfig:
     """Launch shape of the map schedule: workers as in forward, and one warpgroup of helpers."""
-    if spec.target.mma == "tcgen05":
-        return _sweep_config(
-            spec, 1, False, 5, {"workers": 200, "helpers": 80, "feeders": 32}, (spec.dim("head_dim"), 64, 64)
-        )
     return _sweep_config(spec, 1, False, 5, {"workers": 208, "helpers": 88})
 
 
 def _sweep_config(
-    spec: KernelSpec,
-    key_tiles: int,
-    scores: bool,
-    most_stages: int,
-    registers: dict[str, int],
-    sum_columns: tuple[int, ...] = (),
+    spec: KernelSpec, key_tiles: int, scores: bool, most_stages: int, registers: dict[str, int]
 ) -> TileConfig:
     """Stages of `key_tiles` key-like tiles, one value tile and one inverse (and one of scores), 2 bytes an element.
 
-    With sums in tensor memory the left operands (a state, two of a chunk's) are there too for heads of 128, else shared.
+    With sums in tensor memory so are the left operands for heads of 128 (a state, two of a chunk's), else shared.
     """
     chunk, width = 64, spec.dim("head_dim")
     tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * 4
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
     fixed = (tile if scores else 0) + 1024
-    operands = (width // 2, chunk // 2, chunk // 2) if sum_columns and width == 128 else ()
-    if sum_columns and not operands:
-        fixed += 2 * width * (width + 2 * chunk)
+    columns = 0
+    if spec.target.mma == "tcgen05":
+        sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]
+        operands = [width * width, width * chunk, width * chunk]
+        shared = width < 128
+        fixed += 2 * sum(operands) if shared else 0
+        in_tensor_memory = sums + ([] if shared else [elements // 2 for elements in operands])
+        columns = tensor_memory_columns(spec.target, [elements // 128 for elements in in_tensor_memory])
     stages = pipeline_stages(spec.target, stage, fixed, most_stages)
     roles = tuple(
         Role(name=name, threads=(width // 64 if name == "workers" else 1) * WARPGROUP, registers=count)
         for name, count in registers.items()
     )
-    columns = tensor_memory_columns(spec.target, sum_columns + operands) if sum_columns else 0
     return TileConfig(roles=roles, stages=stages, shared_bytes=fixed + stages * stage, tensor_memory_columns=columns)

@@ -3,5 +3,26 @@
 G is the cumulative log gate of a chunk, Gc its last value. Exponents are never positive.
 """
 
+import tilelang.language as T
+
+from flashqla_cp.kernels.chunks import CHUNK
+
 LOG2E = 1.4426950408889634
 GATE_FLOOR = -128.0  # exp of it is 0 in fp32
+
+
+@T.macro
+def spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm):
+    """Factors of row `row` < CHUNK of a chunk: what states lose before it, values behind it, and states in all.
+
+    gate, k_scale [stages, CHUNK]: G to base 2; 1 / |k|, read with l2norm. They give grow = -exp(G) / |k|,
+    fade = exp(Gc - G) / |k| of that row and, from the last one, keep = exp(Gc).
+    """
+    key = T.alloc_var("float32", init=1.0)
+    if l2norm:
+        key = k_scale[slot, row]
+    grown = T.alloc_var("float32", init=T.exp2(gate[slot, row]))
+    grow[slot, row] = 0.0 - grown * key
+    fade[slot, row] = T.exp2(gate[slot, CHUNK - 1] - gate[slot, row]) * key
+    if row == CHUNK - 1:
+        keep[slot] = grown

@@ -1,7 +1,7 @@
-"""Output and exit states of every segment: the schedule for sm_100 (tcgen05), emulator-verified, not yet run on hardware.
+"""Output and exit states of every segment: the schedule for sm_100 (tcgen05).
 
-The recurrence of sm90/forward.py, states transposed, with its accumulators and left operands in tensor memory. For
-V = 128 one product of 128 rows does what two warpgroups do there; for V = 64 left operands go through shared memory.
+The sm_100 schedules are emulator-verified, not yet run on hardware. States are held transposed, S^T [V, K]; sums are in
+tensor memory, and so are left operands for V = 128; for V = 64 they go through shared memory.
 
     X = S^T K^T            Y = -X diag(exp G)         U = V^T T^T + Y T^T     (T holds diag(beta))
     O^T = (S^T Q^T) diag(scale exp G) + U P^T         S^T = exp(Gc) S^T + (U diag(exp(Gc - G))) K
@@ -21,7 +21,10 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.segments import COLUMNS, END, ENTRY, LAST, START, CHUNK as FIRST_CHUNK, CHAIN
+from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
+from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
+from flashqla_cp.kernels.blocks.tensor_memory import give, hand_over, operand_allocator, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import forward_config
@@ -40,35 +43,12 @@ def build_forward(spec: KernelSpec):
     config = forward_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     has_initial, has_final, l2norm = (spec.has(flag) for flag in ("initial_state", "final_state", "l2norm"))
-    alloc_operand = T.alloc_tmem if V == 128 else T.alloc_shared  # a left operand of 64 rows comes from shared memory
+    alloc_operand = operand_allocator(V)
     tokens, chunks, H, HV, segments, rows, chains = (
         T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains")
     )
     key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     qt, qh, kt, kh, vt, vh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"))
-
-    @T.macro
-    def give(barriers, index):
-        """What this thread wrote for the tensor cores, or read from them, is done."""
-        if V != 128:
-            T.fence_proxy_async()
-        T.tcgen05_before_thread_sync()
-        T.mbarrier_arrive(barriers[index])
-
-    @T.macro
-    def take(barriers, index, phase):
-        T.mbarrier_wait_parity(barriers[index], phase)
-        T.tcgen05_after_thread_sync()
-
-    @T.macro
-    def hand_over(state, state16, sums, operand, keep, given):
-        """The state, rounded, is the next chunk's left operand; what the chunk keeps of it goes under its update."""
-        T.copy(state, state16)
-        T.copy(state16, operand)
-        for a, b in T.Parallel(V, K):
-            state[a, b] = state[a, b] * keep
-        T.copy(state, sums)
-        give(given, STATE)
 
     @T.macro
     def store(out, o_tile, o, start, end, head, thread):
@@ -170,14 +150,15 @@ def build_forward(spec: KernelSpec):
                         else:
                             T.clear(state)
                     T.mbarrier_wait_parity(ready[0], 0)
-                    hand_over(state, state16, state_sum, state_operand, keep[0], given)
+                    hand_over(state, state16, state_operand, state_sum, keep[0])
+                    give(given, STATE, V == 64)
                 for i in T.serial(count):
                     take(done, RECALLED, i % 2)
                     T.copy(recalled_sum, narrow)
                     for a, b in T.Parallel(V, C):
                         narrow16[a, b] = narrow[a, b] * grow[slot, b]
                     T.copy(narrow16, value_operand)
-                    give(given, CORRECTION)
+                    give(given, CORRECTION, V == 64)
                     take(done, QUERIED, i % 2)
                     T.copy(out_sum, out)
                     for a, b in T.Parallel(V, C):
@@ -189,7 +170,7 @@ def build_forward(spec: KernelSpec):
                     T.copy(faded16, faded_operand)
                     T.copy(narrow, narrow16)
                     T.copy(narrow16, value_operand)
-                    give(given, VALUE)
+                    give(given, VALUE, V == 64)
                     upcoming = slot + 1
                     turn = phase
                     if upcoming == STAGES:
@@ -200,19 +181,19 @@ def build_forward(spec: KernelSpec):
                     take(done, UPDATED, i % 2)
                     T.copy(state_sum, state)
                     if i + 1 < count:
-                        hand_over(state, state16, state_sum, state_operand, keep[upcoming], given)
+                        hand_over(state, state16, state_operand, state_sum, keep[upcoming])
+                        give(given, STATE, V == 64)
                     take(free, slot, phase)
                     T.copy(out_sum, narrow)
-                    give(given, EMPTY)
+                    give(given, EMPTY, V == 64)
                     for a, b in T.Parallel(V, C):
                         out[a, b] = out[a, b] + narrow[a, b]
                     store(out, o_tile, o, begin + i * C, end, head, thread)
                     slot = upcoming
                     phase = turn
                 T.tma_store_wait(0)
-                if has_final:
-                    if count > 0 and table[segment, LAST] == 1:
-                        T.copy(state, final[chain, head, 0:V, 0:K])
+                if has_final and count > 0 and table[segment, LAST] == 1:
+                    T.copy(state, final[chain, head, 0:V, 0:K])
             elif thread < WORKERS + SCORERS:
                 T.set_max_nreg(config.roles[1].registers, 0)
                 scores = T.alloc_fragment((C, C), f32)
@@ -229,7 +210,7 @@ def build_forward(spec: KernelSpec):
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
                     if l2norm:
-                        # Two threads a row of Q. Norms are scales of rows, which the decays of rows and columns take in.
+                        # Two threads a row of Q. Norms are scales of rows, which the decays take in.
                         square = T.alloc_var(f32, init=0.0)
                         for j in T.serial(K // 16):
                             for e in T.vectorized(8):
@@ -249,17 +230,11 @@ def build_forward(spec: KernelSpec):
                         mbar=scored,
                     )
                     if row < C:
-                        key = T.alloc_var(f32, init=1.0)
                         query = T.alloc_var(f32, init=scale)
                         if l2norm:
-                            key = k_scale[slot, row]
                             query = scale * q_scale[row]
-                        grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
-                        grow[slot, row] = 0.0 - grown * key
-                        read[slot, row] = grown * query
-                        fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
-                        if row == C - 1:
-                            keep[slot] = grown
+                        spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
+                        read[slot, row] = T.exp2(gate[slot, row]) * query
                     take(scored, 0, i % 2)
                     T.copy(score_sum, scores)
                     for a, b in T.Parallel(C, C):
