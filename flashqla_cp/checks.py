@@ -15,7 +15,7 @@ import torch
 
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.foreign import is_array, take_over
-from flashqla_cp.parallel.plan import check_offsets, read_offsets, refuse_dtensor
+from flashqla_cp.parallel.plan import check_offsets, offsets_tensor, read_offsets, refuse_dtensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
@@ -94,12 +94,19 @@ def check_scale(scale: Any, head_k_dim: int) -> float:
 
 
 def read_documents(
-    x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any, cp_context: CPContext | None
-) -> Sequence[int]:
+    x: torch.Tensor,
+    name: str,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    cp_context: CPContext | None,
+    *,
+    stay: bool = False,
+) -> Sequence[int] | torch.Tensor:
     """Offsets of the documents of the whole stream, which x [B, T, ..] holds unless a context says otherwise.
 
     Reads cu_seqlens now (a copy from the device unless cu_seqlens_cpu is given), so that an edit in place or a
-    recycled tensor is never served stale.
+    recycled tensor is never served stale. With `stay`, offsets on x's GPU are left there, as a tensor: their values are
+    not checked then, for that would stop the GPU; kernels stay inside their tensors whatever they are.
     """
     batch, length = x.shape[:2]
     if cp_context is not None:
@@ -118,6 +125,10 @@ def read_documents(
         return [length * row for row in range(batch + 1)]
     if batch != 1:
         raise ValueError(f"{name}: batch size must be 1 with cu_seqlens, got {batch}; pack the rows into one")
+    if stay and cu_seqlens_cpu is None:
+        there = offsets_tensor(cu_seqlens, "cu_seqlens")
+        if there.device == x.device and x.device.type != "cpu" and len(there):
+            return there
     given, label = (cu_seqlens, "cu_seqlens") if cu_seqlens_cpu is None else (cu_seqlens_cpu, "cu_seqlens_cpu")
     offsets = read_offsets(given, label)
     check_offsets(offsets, length, label)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from flashqla_cp import fused
 from flashqla_cp.autograd import GatedDeltaRule
 from flashqla_cp.checks import as_parameter, as_tensor, check_gate, check_op_inputs, check_scale, read_documents
 from flashqla_cp.gate import floor_gate, l2_normalize, log_decay, write_strength
-from flashqla_cp.kernels.backend import select
+from flashqla_cp.kernels.backend import Sizes, select
+from flashqla_cp.kernels.reference import chunked
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.headwise import Headwise
 from flashqla_cp.program import Program
@@ -64,7 +66,7 @@ def chunk_gated_delta_rule(
         use_gate_in_kernel: g = -exp(A_log) * softplus(g + dt_bias) with A_log, dt_bias [HV].
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta), doubled with allow_neg_eigval.
         cp_context: from build_cp_context; the tensors then hold this rank's local_tokens rows, B = 1.
-        backend: "auto", "tilelang" or "torch".
+        backend: "auto", "tilelang" or "torch". Kernels read q, k and v in place, views of one projection included.
         deterministic: bitwise equal results run to run; the torch backend always is.
 
     Returns:
@@ -84,15 +86,34 @@ def chunk_gated_delta_rule(
     scale = check_scale(scale, key_dim)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
-    offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, cp_context)
+    needs_grad = torch.is_grad_enabled() and any(
+        x is not None and getattr(x, "requires_grad", False) for x in (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    )
+    sizes = Sizes(
+        dtype=q.dtype, num_heads=q.shape[2], num_v_heads=num_v_heads, head_k_dim=key_dim, head_v_dim=value_dim
+    )
+    kernels = select(backend, q.device, needs_grad=needs_grad, sizes=sizes)
+    offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, cp_context, stay=kernels is not None)
     num_documents = len(offsets) - 1
     state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
     state_shape = (num_documents, num_v_heads, *state_dims)
     initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)
-    needs_grad = torch.is_grad_enabled() and any(
-        x is not None and x.requires_grad for x in (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    )
-    stages = select(backend, q.device, needs_grad=needs_grad)
+    headwise = None if cp_context is None else cp_context.headwise
+    call = None
+    if kernels is not None:
+        call = fused.Call(
+            kernels=kernels,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            l2norm=use_qk_l2norm_in_kernel,
+            sigmoid=use_beta_sigmoid_in_kernel,
+            double=allow_neg_eigval,
+            scale=scale,
+            final=output_final_state,
+            state_v_first=state_v_first,
+        )
+        if headwise is None:
+            return call.run(q, k, v, g, beta, initial_state, offsets, cp_context)
 
     if cp_context is None:
         program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)
@@ -113,14 +134,18 @@ def chunk_gated_delta_rule(
         state = (initial_state.mT if state_v_first else initial_state).to(dtype)
 
     def run(program: Program, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        if call is not None:
+            packed = [x[None] for x in tensors]
+            o, final_state = call.after_gates().run(*packed, state, offsets, None)
+            return o[0], final_state
         query, key, value, gate, strength = tensors
         if use_qk_l2norm_in_kernel:
             query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
         wide = query.to(dtype), key.to(dtype), value.to(dtype), gate, strength
-        return GatedDeltaRule.apply(*wide, state, program, stages, scale)
+        return GatedDeltaRule.apply(*wide, state, program, chunked, scale)
 
-    if cp_context is not None and cp_context.headwise is not None:
-        o, final_state = _run_headwise(cp_context, cp_context.headwise, tensors, state, run)
+    if cp_context is not None and headwise is not None:
+        o, final_state = _run_headwise(cp_context, headwise, tensors, state, run)
     else:
         o, final_state = run(program, tensors, state)
     if state_v_first and final_state is not None:

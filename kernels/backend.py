@@ -3,42 +3,96 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from functools import cache
-from types import ModuleType
 
 import torch
 
+from flashqla_cp.kernels.arch import ARCHES, Arch
+from flashqla_cp.kernels.host.launcher import machine_of
+from flashqla_cp.kernels.stages import HEAD_DIMS, RATIOS
+
 BACKENDS = ("auto", "tilelang", "torch")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 _logger = logging.getLogger("flashqla_cp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What decides whether there are kernels for a call."""
+
+    dtype: torch.dtype
+    num_heads: int
+    num_v_heads: int
+    head_k_dim: int
+    head_v_dim: int
+
+    def refusal(self) -> str:
+        """Why no kernel takes these sizes, or an empty text."""
+        if self.head_k_dim != self.head_v_dim or self.head_k_dim not in HEAD_DIMS:
+            dims = " and ".join(map(str, HEAD_DIMS))
+            return f"head sizes: got K = {self.head_k_dim}, V = {self.head_v_dim}, there are kernels for K = V = {dims}"
+        if self.num_v_heads // self.num_heads not in RATIOS:
+            return (
+                f"HV / H: got {self.num_v_heads // self.num_heads}, there are kernels for {', '.join(map(str, RATIOS))}"
+            )
+        if self.dtype not in KERNEL_DTYPES:
+            return f"dtype: got {self.dtype}, there are kernels for {', '.join(map(str, KERNEL_DTYPES))}"
+        return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """TileLang kernels for an architecture, and the multiprocessors of the device."""
+
+    arch: Arch
+    processors: int
 
 
 def explain(device_type: str, capability: tuple[int, int] | None = None) -> tuple[str, str]:
     """Name of the backend that "auto" means on a device, and the reason in one sentence."""
     if device_type != "cuda":
         return "torch", f"TileLang kernels run on CUDA devices only, this is {device_type}"
+    if capability in {arch.capability for arch in ARCHES.values()}:
+        return "tilelang", 'forward kernels; this release has no backward kernels, so training needs backend="torch"'
+    known = ", ".join(f"sm_{a.capability[0]}{a.capability[1]}" for a in ARCHES.values())
     arch = "" if capability is None else f" for sm_{capability[0]}{capability[1]}"
-    return "torch", f"this release has no TileLang kernels{arch}"
+    return "torch", f"this release has no TileLang kernels{arch}, only for {known}"
 
 
-def select(backend: str, device: torch.device, *, needs_grad: bool) -> ModuleType:
-    """The module with the stage functions (flashqla_cp.kernels.reference.chunked or its like).
+def select(backend: str, device: torch.device, *, needs_grad: bool, sizes: Sizes | None = None) -> Kernels | None:
+    """The kernels that run a call, or None for the torch backend (flashqla_cp.kernels.reference.chunked).
 
-    Raises ValueError for an unknown name, NotImplementedError where the named backend cannot run, and RuntimeError
-    for "auto" in training on CUDA where only the torch backend could: its speed is not what anyone trains with.
+    Raises:
+        ValueError: an unknown name; backend="tilelang" with sizes that no kernel takes.
+        NotImplementedError: the named backend cannot run here, or not with gradients.
+        RuntimeError: "auto" in training on CUDA where only the torch backend could: its speed is not what anyone
+            trains with.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {BACKENDS}")
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    name, reason = explain(device.type, capability)
-    if backend == "tilelang" and name != "tilelang":
-        raise NotImplementedError(f'backend: "tilelang" cannot run here: {reason}; backend="torch" can')
-    if backend == "auto":
-        if device.type == "cuda" and name == "torch" and needs_grad:
-            raise RuntimeError(f'backend: {reason}; pass backend="torch" to train with the plain torch backend')
-        _tell_once(name, reason, device.type == "cuda")
-    from flashqla_cp.kernels.reference import chunked
-
-    return chunked
+    if backend == "torch":
+        return None
+    arch, processors = machine_of(device)
+    refusal = sizes.refusal() if sizes is not None else ""
+    if arch is None:
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        reason = explain(device.type, capability)[1]
+    elif needs_grad:
+        reason = f"this release has no backward kernels for {arch.name}"
+    else:
+        reason = refusal
+    if backend == "tilelang":
+        if arch is not None and refusal:
+            raise ValueError(f'{refusal}; backend="torch" takes any')
+        if reason:
+            raise NotImplementedError(f'backend: "tilelang" cannot run here: {reason}; backend="torch" can')
+    if arch is not None and not reason:
+        return Kernels(arch=arch, processors=processors)
+    if device.type == "cuda" and needs_grad:
+        raise RuntimeError(f'backend: {reason}; pass backend="torch" to train with the plain torch backend')
+    _tell_once("torch", reason, device.type == "cuda")
+    return None
 
 
 @cache

@@ -1,16 +1,14 @@
-"""The kernels of this package: which function builds a stage for which family of architectures, and what to compile ahead.
+"""The kernels of this package: which function builds a stage for which family, and what to compile ahead.
 
 Importing this module enters them in build.py's table; tilelang is imported by the builders only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
-from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.build import register_builder
-from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 HEAD_DIMS = (64, 128)
 RATIOS = (1, 2, 3, 4, 8)
@@ -32,7 +30,7 @@ def _register(stage: str, folders: Mapping[str, str]) -> None:
 
 
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}
-for _stage in ("tables", "gate_cumsum", "solve", "affine_chain"):
+for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows"):
     _register(_stage, _PORTABLE)
 for _stage in ("summary", "forward"):
     _register(_stage, {"sm90": "sm90", "sm100": "sm100"})

@@ -138,6 +138,11 @@ def check_offsets(offsets: Sequence[int], num_tokens: int | None, name: str = "c
 
 def read_offsets(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqlens") -> list[int]:
     """Offsets as Python integers; copies from the device if they live there. Raises TypeError unless 1-D integers."""
+    return offsets_tensor(cu_seqlens, name).tolist()
+
+
+def offsets_tensor(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqlens") -> torch.Tensor:
+    """Offsets as a tensor, where they live; values unread. Raises TypeError or ValueError unless 1-D integers."""
     refuse_dtensor(cu_seqlens, name)
     if is_array(cu_seqlens):
         cu_seqlens = take_over(cu_seqlens, name)
@@ -150,7 +155,7 @@ def read_offsets(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqle
         raise TypeError(f"{name}: expected integers, got {cu_seqlens.dtype}")
     if cu_seqlens.ndim != 1:
         raise ValueError(f"{name}: expected offsets of shape [N+1], got {list(cu_seqlens.shape)}")
-    return cu_seqlens.tolist()
+    return cu_seqlens
 
 
 def refuse_dtensor(value: object, name: str) -> None:

@@ -265,7 +265,7 @@ def _why_not_device(device: torch.device) -> str | None:
     if _registered is None or _registered.backend != "auto" or device.type != "cuda":
         return None
     name, reason = explain(device.type, torch.cuda.get_device_capability(device))
-    return reason if name == "torch" else None
+    return None if name == "tilelang" and not torch.is_grad_enabled() else reason
 
 
 def _declined(name: str, reason: str | None) -> str | None:

@@ -16,7 +16,7 @@ COLUMNS = 8
 
 CHUNK_COLUMNS = 2  # of the chunk table: first token, number of tokens (0 in a ghost)
 
-# Of the link table, one line per carried row. A chain's rows stand together; its first line has their number, the others 0.
+# Of the link table, one line per carried row. A chain's rows stand together; the first line has their number, others 0.
 LENGTH = 0
 LINK_CHAIN = 1
 LINK_COLUMNS = 2

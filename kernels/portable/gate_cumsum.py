@@ -45,10 +45,9 @@ def build_gate_cumsum(spec: KernelSpec):
             part = T.alloc_var("int32", init=thread // HEADS)
             rate = T.alloc_var(f32, init=0.0)
             shift = T.alloc_var(f32, init=0.0)
-            if inside:
-                if head < HV:
-                    rate = T.exp(A_log[head])
-                    shift = dt_bias[head]
+            if inside and head < HV:
+                rate = T.exp(A_log[head])
+                shift = dt_bias[head]
             gates = T.alloc_local((RUN,), f32)
             for i in T.unroll(RUN):
                 gates[i] = 0.0

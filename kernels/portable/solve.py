@@ -10,7 +10,8 @@ being broadcast from shared memory; two products in TF32, operands rounded to ne
 
 Unlike a series in powers of A this never cancels. Rows and columns past the chunk's length are zero.
 
-bound [HV, chunks] is the base-2 logarithm of a bound of ||M|| of the chunk, sum of g_t + log max(1, |1 - beta_t |k_t|^2|).
+bound [HV, chunks] is the base-2 logarithm of a bound of ||M|| of the chunk: sum of g_t + log max(1, |1 - beta_t
+|k_t|^2|).
 Letters: T tokens, C chunk, K key dim, H key heads, HV value heads.
 """
 

@@ -1,10 +1,11 @@
-"""Chunk and segment tables from the chains' ends, on the device: no host work per document, nothing kept from call to call.
+"""Chunk and segment tables from the chains' ends, made on the device: no host work per document, nothing kept.
 
 A chain is a run of tokens that starts from one state: a document, or a rank's fragment of one. It has ceil(length / C)
 chunks, which ceil(chunks / most) segments share evenly. Every segment that something follows owns a row of the carried
 states: what its map makes of the state in front of it is the state in front of the next one. With the flag "exchange"
 the last segment of a chain that `emits` owns one too. One block; its threads scan the chains, then fill the tables by
-bisection. Rows past the end become ghosts.
+bisection. Rows past the end become
+ghosts. Ends past `tokens` are cut there, so that no offsets can lead a kernel out of its tensors.
 """
 
 import tilelang.language as T
@@ -47,6 +48,7 @@ def build_tables(spec: KernelSpec):
         chunk_table: T.Tensor((chunks, column.CHUNK_COLUMNS), i32),
         segment_table: T.Tensor((segments, column.COLUMNS), i32),
         links: T.Tensor((rows, column.LINK_COLUMNS), i32),
+        tokens: T.int32,
         most: T.int32,
     ):
         with T.Kernel(1, threads=THREADS) as _:
@@ -62,12 +64,11 @@ def build_tables(spec: KernelSpec):
                 own_segments = T.alloc_var(i32, init=0)
                 own_rows = T.alloc_var(i32, init=0)
                 if chain < chains:
-                    own_chunks = T.truncdiv(T.max(end[chain] - start[chain], 0) + (C - 1), C)
+                    own_chunks = T.truncdiv(T.max(T.min(end[chain], tokens) - T.max(start[chain], 0), 0) + (C - 1), C)
                     own_segments = T.truncdiv(own_chunks + most - 1, most)
                     own_rows = T.max(own_segments - 1, 0)
-                    if exchange:
-                        if own_segments > 0 and emits[chain] != 0:
-                            own_rows = own_segments
+                    if exchange and own_segments > 0 and emits[chain] != 0:
+                        own_rows = own_segments
                 sums[0, 0, thread] = own_chunks
                 sums[0, 1, thread] = own_segments
                 sums[0, 2, thread] = own_rows
@@ -93,8 +94,8 @@ def build_tables(spec: KernelSpec):
                     length = T.alloc_var(i32, init=0)
                     if chunk < carry[0]:
                         chain = find(base, 0, chunk)
-                        token = start[chain] + (chunk - base[0, chain]) * C
-                        length = T.min(end[chain] - token, C)
+                        token = T.max(start[chain], 0) + (chunk - base[0, chain]) * C
+                        length = T.min(T.min(end[chain], tokens) - token, C)
                     chunk_table[chunk, 0] = token
                     chunk_table[chunk, 1] = length
             for step in T.serial(T.ceildiv(rows, THREADS)):
@@ -119,8 +120,10 @@ def build_tables(spec: KernelSpec):
                         first = T.alloc_var(i32, init=place * share + T.min(place, length - share * parts))
                         if place < length - share * parts:
                             share = share + 1
-                        segment_table[segment, column.START] = start[chain] + first * C
-                        segment_table[segment, column.END] = T.min(end[chain], start[chain] + (first + share) * C)
+                        segment_table[segment, column.START] = T.max(start[chain], 0) + first * C
+                        segment_table[segment, column.END] = T.min(
+                            T.min(end[chain], tokens), T.max(start[chain], 0) + (first + share) * C
+                        )
                         segment_table[segment, column.CHUNK] = base[0, chain] + first
                         segment_table[segment, column.CHAIN] = chain
                         if place > 0:

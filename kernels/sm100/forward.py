@@ -44,10 +44,12 @@ def build_forward(spec: KernelSpec):
     STAGES, WORKERS = config.stages, config.roles[0].threads
     has_initial, has_final, l2norm = (spec.has(flag) for flag in ("initial_state", "final_state", "l2norm"))
     alloc_operand = operand_allocator(V)
-    tokens, chunks, H, HV, segments, rows, chains = (
-        T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains")
+    tokens, chunks, H, HV, segments, rows, chains, entries = (
+        T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains", "entries")
     )
     key_chunks = chunks if l2norm else T.dynamic("key_chunks")
+    listed = chains if has_initial else T.dynamic("listed")
+    finals = chains if has_final else T.dynamic("finals")
     qt, qh, kt, kh, vt, vh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"))
 
     @T.macro
@@ -86,9 +88,10 @@ def build_forward(spec: KernelSpec):
         key_scale: T.Tensor((key_chunks, H, C), f32),
         table: T.Tensor((segments, COLUMNS), "int32"),
         carried: T.Tensor((rows, HV, V, K), f32),
-        initial: T.Tensor((chains, HV, V, K), f32),
+        initial: T.Tensor((entries, HV, V, K), f32),
+        entry_row: T.Tensor((listed,), "int32"),
         o: T.Tensor((tokens, HV, V), dtype),
-        final: T.Tensor((chains, HV, V, K), f32),
+        final: T.Tensor((finals, HV, V, K), f32),
         scale: T.float32,
     ):
         with T.Kernel(segments * HV, threads=config.threads) as block:
@@ -141,14 +144,16 @@ def build_forward(spec: KernelSpec):
                 phase = T.alloc_var("int32", init=0)
                 upcoming = T.alloc_var("int32", init=0)
                 turn = T.alloc_var("int32", init=0)
+                first = T.alloc_var("int32", init=-1)
+                if has_initial and count > 0:
+                    first = entry_row[chain]
+                if entry >= 0:
+                    T.copy(carried[entry, head, 0:V, 0:K], state)
+                elif first >= 0:
+                    T.copy(initial[first, head, 0:V, 0:K], state)
+                else:
+                    T.clear(state)
                 if count > 0:
-                    if entry >= 0:
-                        T.copy(carried[entry, head, 0:V, 0:K], state)
-                    else:
-                        if has_initial:
-                            T.copy(initial[chain, head, 0:V, 0:K], state)
-                        else:
-                            T.clear(state)
                     T.mbarrier_wait_parity(ready[0], 0)
                     hand_over(state, state16, state_operand, state_sum, keep[0])
                     give(given, STATE, V == 64)

@@ -98,8 +98,8 @@ def build_summary(spec: KernelSpec):
                 needed = T.alloc_var("int32", init=1)
                 if left <= threshold:
                     needed = 0
-                if not has_initial:
-                    needed = T.if_then_else(table[segment, column.ENTRY] < 0, 0, needed)
+                if not has_initial and table[segment, column.ENTRY] < 0:
+                    needed = 0
                 if corrected == 0:
                     count = count - first
                     if thread == 0:

@@ -20,7 +20,8 @@ import tilelang.language as T
 from tilelang.layout import Fragment, make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.segments import COLUMNS, END, ENTRY, LAST, START, CHUNK as FIRST_CHUNK, CHAIN
+from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
+from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import forward_config
@@ -47,10 +48,12 @@ def build_forward(spec: KernelSpec):
     config = forward_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     has_initial, has_final, l2norm = (spec.has(flag) for flag in ("initial_state", "final_state", "l2norm"))
-    tokens, chunks, H, HV, segments, rows, chains = (
-        T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains")
+    tokens, chunks, H, HV, segments, rows, chains, entries = (
+        T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains", "entries")
     )
     key_chunks = chunks if l2norm else T.dynamic("key_chunks")
+    listed = chains if has_initial else T.dynamic("listed")
+    finals = chains if has_final else T.dynamic("finals")
     qt, qh, kt, kh, vt, vh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"))
 
     @T.macro
@@ -86,9 +89,10 @@ def build_forward(spec: KernelSpec):
         key_scale: T.Tensor((key_chunks, H, C), f32),
         table: T.Tensor((segments, COLUMNS), "int32"),
         carried: T.Tensor((rows, HV, V, K), f32),
-        initial: T.Tensor((chains, HV, V, K), f32),
+        initial: T.Tensor((entries, HV, V, K), f32),
+        entry_row: T.Tensor((listed,), "int32"),
         o: T.Tensor((tokens, HV, V), dtype),
-        final: T.Tensor((chains, HV, V, K), f32),
+        final: T.Tensor((finals, HV, V, K), f32),
         scale: T.float32,
     ):
         with T.Kernel(segments * HV, threads=config.threads) as block:
@@ -131,14 +135,15 @@ def build_forward(spec: KernelSpec):
                 chain = T.alloc_var("int32", init=table[segment, CHAIN])
                 group = T.alloc_var("int32", init=thread // 128)
                 T.annotate_layout({out16: transposed_accumulator(V)})
+                first = T.alloc_var("int32", init=-1)
+                if has_initial and count > 0:
+                    first = entry_row[chain]
                 if entry >= 0:
                     T.copy(carried[entry, head, 0:V, 0:K], state)
+                elif first >= 0:
+                    T.copy(initial[first, head, 0:V, 0:K], state)
                 else:
-                    if has_initial:
-                        if count > 0:
-                            T.copy(initial[chain, head, 0:V, 0:K], state)
-                    else:
-                        T.clear(state)
+                    T.clear(state)
                 slot = T.alloc_var("int32", init=0)
                 upcoming = T.alloc_var("int32", init=0)
                 phase = T.alloc_var("int32", init=0)
@@ -198,9 +203,8 @@ def build_forward(spec: KernelSpec):
                     T.mbarrier_arrive(free[slot])
                     slot = upcoming
                 T.tma_store_wait(0)
-                if has_final:
-                    if count > 0 and table[segment, LAST] == 1:
-                        T.copy(state, final[chain, head, 0:V, 0:K])
+                if has_final and count > 0 and table[segment, LAST] == 1:
+                    T.copy(state, final[chain, head, 0:V, 0:K])
             elif thread < WORKERS + SCORERS:
                 T.set_max_nreg(config.roles[1].registers, 0)
                 scores = T.alloc_fragment((C, C), f32)
@@ -223,7 +227,7 @@ def build_forward(spec: KernelSpec):
                         T.fence_proxy_async()
                         T.sync_threads(barrier_id=1, arrive_count=SCORERS)
                     if l2norm:
-                        # Two threads a row of Q. Norms are scales of rows, which the decays of rows and columns take in.
+                        # Two threads a row of Q. Norms scale rows, as decays do, and go with them.
                         square = T.alloc_var(f32, init=0.0)
                         for j in T.serial(K // 16):
                             for e in T.vectorized(8):

@@ -127,12 +127,10 @@ def build_summary(spec: KernelSpec):
                 needed = T.alloc_var("int32", init=1)
                 if left <= threshold:
                     needed = 0
-                if not has_initial:
-                    if table[segment, column.ENTRY] < 0:
-                        needed = 0
-                if corrected == 0:
-                    if thread == 0:
-                        corrects[out, head] = needed
+                if not has_initial and table[segment, column.ENTRY] < 0:
+                    needed = 0
+                if corrected == 0 and thread == 0:
+                    corrects[out, head] = needed
                 if corrected == 0 or needed == 1:
                     if corrected == 1:
                         first = 0

@@ -1,0 +1,204 @@
+"""The stages of the forward on kernels: one wrapper each, which allocates, names the specialisation and launches.
+
+States are [.., HV, V, K], fp32. Letters: T tokens, C chunk, H key heads, HV value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flashqla_cp.kernels.arch import Arch
+from flashqla_cp.kernels.chunks import CHUNK
+from flashqla_cp.kernels.host.launcher import launch
+from flashqla_cp.kernels.host.tables import Tables
+from flashqla_cp.kernels.spec import KernelSpec, make_spec
+
+EXACT = -24.0  # base-2 logarithm of what counts as forgotten: fp32 rounding
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Inputs:
+    """Of the op, token rows: q, k [T, H, K], v [T, HV, V] (views with unit stride along the last dimension), g, beta
+    [T, HV]. A_log, dt_bias fp32 [HV] or None: g is then the gate's input. l2norm, sigmoid, double: what the op's
+    use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel and allow_neg_eigval say.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    g: torch.Tensor
+    beta: torch.Tensor
+    A_log: torch.Tensor | None
+    dt_bias: torch.Tensor | None
+    l2norm: bool
+    sigmoid: bool
+    double: bool
+    arch: Arch
+
+    def spec(self, stage: str, **flags: bool) -> KernelSpec:
+        """The specialisation of a stage for these inputs."""
+        ratio = self.v.shape[1] // self.q.shape[1]
+        dims = {"head_dim": self.q.shape[2], "ratio": ratio}
+        dtypes = {"qkv": str(self.q.dtype).removeprefix("torch.")}
+        if stage == "solve":
+            dtypes["beta"] = str(self.beta.dtype).removeprefix("torch.")
+        return make_spec(stage, self.arch, dims, dtypes, flags | {"l2norm": self.l2norm})
+
+    def numbers(self, *shape: int) -> torch.Tensor:
+        """Uninitialised fp32."""
+        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Solved:
+    """What the chunks know without a state. decay [chunks, HV, C] (base 2), inverse [chunks, HV, C, C], key_scale
+    [chunks, H, C] with l2norm (else [1, H, C], unused), bound [HV, chunks]."""
+
+    decay: torch.Tensor
+    inverse: torch.Tensor
+    key_scale: torch.Tensor
+    bound: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Maps:
+    """Of segments that something follows: boundary (E) and correction (M^T) [rows, HV, ., K], corrects [rows, HV]."""
+
+    boundary: torch.Tensor
+    correction: torch.Tensor
+    corrects: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Entries:
+    """States in front of chains: values [entries, HV, V, K] and each chain's row, int32 [chains], -1 for zero."""
+
+    values: torch.Tensor
+    row: torch.Tensor
+
+
+def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
+    """Cumulative log gate of every chunk, base 2: [chunks, HV, C]."""
+    heads = x.v.shape[1]
+    decay = x.numbers(len(tables.chunks), heads, CHUNK)
+    dtype = str(x.g.dtype).removeprefix("torch.")
+    spec = make_spec("gate_cumsum", x.arch, {}, {"g": dtype}, {"gate": x.A_log is not None})
+    A_log = decay.view(-1)[:1] if x.A_log is None else x.A_log
+    dt_bias = A_log if x.dt_bias is None else x.dt_bias
+    launch(spec, x.g, tables.chunks, A_log, dt_bias, decay)
+    return decay
+
+
+def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
+    """(I + A)^-1 diag(beta) of every chunk."""
+    chunks, heads = len(tables.chunks), x.v.shape[1]
+    inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=x.q.dtype, device=x.q.device)
+    key_scale = x.numbers(chunks if x.l2norm else 1, x.q.shape[1], CHUNK)
+    bound = x.numbers(heads, chunks)
+    spec = x.spec("solve", sigmoid=x.sigmoid, double=x.double)
+    launch(spec, x.k, x.beta, decay, tables.chunks, inverse, key_scale, bound)
+    return Solved(decay=decay, inverse=inverse, key_scale=key_scale, bound=bound)
+
+
+def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool, threshold: float = EXACT) -> Maps:
+    """Maps of the segments that something follows. entered: whether chains may start from a state."""
+    rows, heads, width = len(tables.links), x.v.shape[1], x.q.shape[2]
+    maps = Maps(
+        boundary=x.numbers(rows, heads, width, width),
+        correction=x.numbers(rows, heads, width, width),
+        corrects=torch.empty(rows, heads, dtype=torch.int32, device=x.q.device),
+    )
+    launch(
+        x.spec("summary", initial_state=entered),
+        x.k,
+        x.v,
+        solved.inverse,
+        solved.decay,
+        solved.key_scale,
+        solved.bound,
+        tables.segments,
+        maps.boundary,
+        maps.correction,
+        maps.corrects,
+        threshold,
+    )
+    return maps
+
+
+def affine_chain(
+    x: Inputs, maps: Maps, tables: Tables, entries: Entries | None, *, apart: bool = False
+) -> torch.Tensor:
+    """States behind the segments that something follows, [rows, HV, V, K]: boundary itself unless `apart`."""
+    carried = torch.empty_like(maps.boundary) if apart else maps.boundary
+    spec = make_spec(
+        "affine_chain", x.arch, {"head_dim": x.q.shape[2]}, {}, {"initial_state": entries is not None, "apart": apart}
+    )
+    launch(
+        spec, tables.links, maps.correction, maps.corrects, *_entries(entries, carried, tables), maps.boundary, carried
+    )
+    return carried
+
+
+def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """What whole chains make of their entries: carried [rows, HV, V, K], and M^T of every chain that has rows,
+    final_correction [chains, HV, K, K]. The context-parallel specialisation of affine_chain, which keeps `maps`."""
+    carried = torch.empty_like(maps.boundary)
+    width = x.q.shape[2]
+    final_correction = x.numbers(tables.num_chains, x.v.shape[1], width, width)
+    flags = {"initial_state": entries is not None, "apart": True, "final_correction": True}
+    spec = make_spec("affine_chain", x.arch, {"head_dim": width}, {}, flags)
+    launch(
+        spec,
+        tables.links,
+        maps.correction,
+        maps.corrects,
+        *_entries(entries, carried, tables),
+        maps.boundary,
+        carried,
+        final_correction,
+    )
+    return carried, final_correction
+
+
+def forward(
+    x: Inputs,
+    solved: Solved,
+    tables: Tables,
+    carried: torch.Tensor | None,
+    entries: Entries | None,
+    scale: float,
+    o: torch.Tensor,
+    final: torch.Tensor | None,
+) -> None:
+    """Fills o [T, HV, V], rows of chains only, and final [chains, HV, V, K], rows of chains with tokens only."""
+    carried = x.numbers(1, x.v.shape[1], x.v.shape[2], x.q.shape[2]) if carried is None else carried
+    launch(
+        x.spec("forward", initial_state=entries is not None, final_state=final is not None),
+        x.q,
+        x.k,
+        x.v,
+        solved.inverse,
+        solved.decay,
+        solved.key_scale,
+        tables.segments,
+        carried,
+        *_entries(entries, carried, tables),
+        o,
+        carried if final is None else final,
+        scale,
+    )
+
+
+def _entries(entries: Entries | None, stand_in: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
+    """Arguments of a kernel that may have no entry states: it was built without them, and never reads these."""
+    if entries is None:
+        return stand_in, tables.links.view(-1)
+    return entries.values, entries.row
+
+
+def clear_rows(o: torch.Tensor, end: torch.Tensor, arch: Arch) -> None:
+    """Zeros in the rows of o [T, HV, V] from the last of `end` on."""
+    spec = make_spec("clear_rows", arch, {}, {"x": str(o.dtype).removeprefix("torch.")})
+    launch(spec, end, o.view(len(o), -1))

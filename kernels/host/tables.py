@@ -1,0 +1,110 @@
+"""Chunks and segments of a set of chains, as the kernels read them.
+
+Sizes that the host must know, to allocate and to launch, are bounds made from numbers of tokens and chains; the tables
+themselves are made on the device from the chains' ends, so that offsets on a GPU are never read back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from flashqla_cp.kernels.arch import Arch
+from flashqla_cp.kernels.blocks import segments as column
+from flashqla_cp.kernels.chunks import CHUNK
+from flashqla_cp.kernels.host.launcher import launch
+from flashqla_cp.kernels.spec import make_spec
+from flashqla_cp.kernels.tuning import segment_chunks
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Tables:
+    """Chunks and segments of chains; rows past the last are ghosts.
+
+    num_tokens: rows of the tensors. num_chains: documents, or fragments of them. most: chunks of a segment at most.
+    divided: whether any chain may have more than one segment. chunks int32 [chunks, 2], segments int32 [segments, 8],
+    links int32 [rows, 2]: see kernels/blocks/segments.py.
+    """
+
+    num_tokens: int
+    num_chains: int
+    most: int
+    divided: bool
+    chunks: torch.Tensor
+    segments: torch.Tensor
+    links: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        start: torch.Tensor,
+        end: torch.Tensor,
+        num_tokens: int,
+        arch: Arch,
+        *,
+        num_v_heads: int,
+        processors: int,
+        emits: torch.Tensor | None = None,
+        longest: int | None = None,
+    ) -> Tables:
+        """Tables of chains [start, end), int32 [chains] on the device of the tensors.
+
+        emits: int32 [chains], chains whose last segment's map is wanted too. longest: tokens of the longest chain, if
+        known; processors: multiprocessors to keep busy.
+        """
+        chains = len(start)
+        most = segment_chunks(num_tokens, chains, num_v_heads, processors)
+        chunks = num_tokens // CHUNK + chains
+        reach = num_tokens if longest is None else longest
+        divided = -(-reach // CHUNK) > most or emits is not None
+        rows = chunks // most + (chains if emits is not None else 0) if divided else 0
+
+        def table(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=start.device)
+
+        made = cls(
+            num_tokens=num_tokens,
+            num_chains=chains,
+            most=most,
+            divided=divided,
+            chunks=table(chunks, column.CHUNK_COLUMNS),
+            segments=table(chunks // most + chains, column.COLUMNS),
+            links=table(max(rows, 1), column.LINK_COLUMNS),
+        )
+        base = table(3, chains + 1)
+        spec = make_spec("tables", arch, flags={"exchange": emits is not None})
+        emitting = base.view(-1) if emits is None else emits
+        launch(spec, start, end, emitting, base, made.chunks, made.segments, made.links, num_tokens, most)
+        return made
+
+    def rows_of(self, length: torch.Tensor, emits: torch.Tensor) -> torch.Tensor:
+        """Carried rows of chains of known lengths, as the table kernel counts them."""
+        chunks = (length + CHUNK - 1) // CHUNK
+        pieces = (chunks + self.most - 1) // self.most
+        return torch.where(pieces > 0, pieces - 1 + emits, 0)
+
+
+@lru_cache(maxsize=64)
+def tables_of_batch(
+    batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device
+) -> Tables:
+    """Tables of `batch` documents of one length. Made of nothing but these numbers, so they may be kept."""
+    with torch.inference_mode(False):
+        ends = torch.arange(batch + 1, dtype=torch.int32).mul_(length).to(device)
+        return Tables.of(
+            ends[:-1],
+            ends[1:],
+            batch * length,
+            arch,
+            num_v_heads=num_v_heads,
+            processors=processors,
+            longest=length,
+        )
+
+
+def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int32 numbers on a device."""
+    return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
