@@ -5,14 +5,19 @@ Importing this module enters them in build.py's table; tilelang is imported by t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.build import register_builder
+from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 HEAD_DIMS = (64, 128)
 RATIOS = (1, 2, 3, 4, 8)
-_BLOCKS = Path(__file__).parent / "blocks"
+_ROWS = f"{__name__}:rows"
+_HERE = Path(__file__).parent
 # Schedules place their own barriers and keep their own indices inside the tensors.
 _PASS_CONFIGS = {
     "tl.disable_warp_specialized": True,
@@ -22,11 +27,44 @@ _PASS_CONFIGS = {
 }
 
 
+def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
+    """What a model meets in the forward, for every head size, ratio and dtype in `choices` (head_dim, ratio, dtype).
+
+    With norms and write strengths made in the kernels or not, with states in and out or not, for one rank or many.
+    """
+    found = [make_spec("tables", arch, flags={"exchange": exchange}) for exchange in (False, True)]
+    for dtype in choices["dtype"]:
+        found.append(make_spec("clear_rows", arch, {}, {"x": dtype}))
+        found += [
+            make_spec("gate_cumsum", arch, {}, {"g": g}, {"gate": gate}) for g in (dtype, "float32") for gate in (0, 1)
+        ]
+    for head_dim in choices["head_dim"]:
+        chain = {"head_dim": head_dim}
+        for initial_state in (False, True):
+            found.append(make_spec("affine_chain", arch, chain, {}, {"initial_state": initial_state}))
+            for final_correction in (False, True):
+                flags = {"initial_state": initial_state, "apart": True, "final_correction": final_correction}
+                found.append(make_spec("affine_chain", arch, chain, {}, flags))
+    for head_dim, ratio, dtype, l2norm in product(
+        choices["head_dim"], choices["ratio"], choices["dtype"], (False, True)
+    ):
+        dims, qkv = {"head_dim": head_dim, "ratio": ratio}, {"qkv": dtype}
+        for beta, sigmoid in ((dtype, False), (dtype, True), ("float32", False), ("float32", True)):
+            flags = {"l2norm": l2norm, "sigmoid": sigmoid}
+            found.append(make_spec("solve", arch, dims, qkv | {"beta": beta}, flags))
+        for initial_state in (False, True):
+            flags = {"l2norm": l2norm, "initial_state": initial_state}
+            found.append(make_spec("summary", arch, dims, qkv, flags))
+            found += [make_spec("forward", arch, dims, qkv, flags | {"final_state": final}) for final in (False, True)]
+    return found
+
+
 def _register(stage: str, folders: Mapping[str, str]) -> None:
     for family, folder in folders.items():
         module = f"flashqla_cp.kernels.{folder}.{stage}"
-        sources = [_BLOCKS, Path(__file__).parent / "chunks.py"]
-        register_builder(stage, family, f"{module}:build_{stage}", sources, _PASS_CONFIGS)
+        register_builder(
+            stage, family, f"{module}:build_{stage}", [_HERE / "blocks", _HERE / "chunks.py"], _PASS_CONFIGS, _ROWS
+        )
 
 
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}

@@ -15,6 +15,7 @@ from flashqla_cp.kernels import settings
 from flashqla_cp.kernels.arch import ARCHES, arch_by_name
 from flashqla_cp.kernels.build import BuildResult, build_all, rows_to_compile
 from flashqla_cp.kernels.cache import Cache
+from flashqla_cp.kernels.stages import HEAD_DIMS, RATIOS
 
 _COLUMNS = "{:<{width}} {:>9} {:>9} {:>8} {:>8}"
 
@@ -22,8 +23,11 @@ _COLUMNS = "{:<{width}} {:>9} {:>9} {:>8} {:>8}"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the subcommand."""
     parser.add_argument("--arch", nargs="+", choices=sorted(ARCHES), required=True, help="architectures to compile for")
-    parser.add_argument("--heads", nargs="+", type=int, default=[], help="value heads that the kernels will meet")
-    parser.add_argument("--head-dim", nargs="+", type=int, default=[128], help="head sizes (default: 128)")
+    parser.add_argument("--ratio", nargs="+", type=int, default=[2], choices=RATIOS, help="HV / H (default: 2)")
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=("bfloat16", "float16"), help="of q, k, v")
+    parser.add_argument(
+        "--head-dim", nargs="+", type=int, default=[128], choices=HEAD_DIMS, help="head sizes (default: 128)"
+    )
     parser.add_argument("--cache", type=Path, default=None, help="folder to fill (default: FLASHQLA_CP_CACHE)")
     parser.add_argument("--jobs", type=int, default=None, help="compiler processes (default: FLASHQLA_CP_BUILD_JOBS)")
 
@@ -39,10 +43,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _refuse_bad_numbers(args: argparse.Namespace) -> None:
     jobs = [] if args.jobs is None else [args.jobs]
-    for option, numbers in (("--jobs", jobs), ("--heads", args.heads), ("--head-dim", args.head_dim)):
-        for number in numbers:
-            if number < 1:
-                raise ValueError(f"{option}: got {number}, expected a positive integer")
+    for number in jobs:
+        if number < 1:
+            raise ValueError(f"--jobs: got {number}, expected a positive integer")
 
 
 def _warm_up(args: argparse.Namespace) -> int:
@@ -50,7 +53,7 @@ def _warm_up(args: argparse.Namespace) -> int:
 
     _refuse_bad_numbers(args)
     jobs = settings.build_jobs() if args.jobs is None else args.jobs
-    choices = {"heads": args.heads, "head_dim": args.head_dim}
+    choices = {"head_dim": args.head_dim, "ratio": args.ratio, "dtype": args.dtype}
     specs = [spec for name in args.arch for spec in rows_to_compile(arch_by_name(name), choices)]
     if not specs:
         raise ValueError(f"no kernels are registered for {', '.join(args.arch)}")

@@ -223,8 +223,6 @@ def test_warm_up_without_kernels(scratch_builder, tmp_path, capfd):
     [
         (["--jobs", "-1"], "--jobs: got -1, expected a positive integer"),
         (["--jobs", "0"], "--jobs: got 0, expected a positive integer"),
-        (["--heads", "16", "0"], "--heads: got 0, expected a positive integer"),
-        (["--head-dim", "-128"], "--head-dim: got -128, expected a positive integer"),
         (["--cache", "{tmp}/file"], "cannot be used as a folder"),
         (["--cache", "{tmp}/file/cache"], "cannot be used as a folder"),
         (["--cache", "/proc/cache"], "cannot be used as a folder"),

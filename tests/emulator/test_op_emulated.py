@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import contextmanager
 from functools import cache
 
-import pytest
 import torch
 from cta_emulator import load
 
