@@ -23,13 +23,15 @@ def take(barriers, index, phase):
 
 
 @T.macro
-def hand_over(state, state16, operand, sums, keep):
+def hand_over(state, state16, operand, sums, keep, barriers, index, shared):
     """The state, rounded, becomes the next left operand; what the chunk keeps of it, the sum that its update adds to.
 
-    state, state16 [V, K]: fragments; `state` is scaled. operand [V, K]: tensor or shared memory. sums [V, K]: fp32.
+    Gives after the first: the second is not needed before this thread gives again. state, state16 [V, K]: fragments;
+    `state` is scaled. operand [V, K]: tensor or shared memory. sums [V, K]: fp32.
     """
     T.copy(state, state16)
     T.copy(state16, operand)
+    give(barriers, index, shared)
     for a, b in T.Parallel(*state.shape):
         state[a, b] = state[a, b] * keep
     T.copy(state, sums)

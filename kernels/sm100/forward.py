@@ -33,7 +33,7 @@ L2_EPS = 1e-6
 SCORERS, WARP = 128, 32
 # Products that the workers wait for, and what they give to the warp that issues: once a chunk each.
 RECALLED, QUERIED, VALUED, UPDATED, PRODUCTS = range(5)
-STATE, CORRECTION, VALUE, EMPTY, GIFTS = range(5)
+STATE, CORRECTION, FADED, VALUE, EMPTY, GIFTS = range(6)
 
 
 def build_forward(spec: KernelSpec):
@@ -155,8 +155,7 @@ def build_forward(spec: KernelSpec):
                     T.clear(state)
                 if count > 0:
                     T.mbarrier_wait_parity(ready[0], 0)
-                    hand_over(state, state16, state_operand, state_sum, keep[0])
-                    give(given, STATE, V == 64)
+                    hand_over(state, state16, state_operand, state_sum, keep[0], given, STATE, V == 64)
                 for i in T.serial(count):
                     take(done, RECALLED, i % 2)
                     T.copy(recalled_sum, narrow)
@@ -173,6 +172,7 @@ def build_forward(spec: KernelSpec):
                     for a, b in T.Parallel(V, C):
                         faded16[a, b] = narrow[a, b] * fade[slot, b]
                     T.copy(faded16, faded_operand)
+                    give(given, FADED, V == 64)
                     T.copy(narrow, narrow16)
                     T.copy(narrow16, value_operand)
                     give(given, VALUE, V == 64)
@@ -186,8 +186,7 @@ def build_forward(spec: KernelSpec):
                     take(done, UPDATED, i % 2)
                     T.copy(state_sum, state)
                     if i + 1 < count:
-                        hand_over(state, state16, state_operand, state_sum, keep[upcoming])
-                        give(given, STATE, V == 64)
+                        hand_over(state, state16, state_operand, state_sum, keep[upcoming], given, STATE, V == 64)
                     take(free, slot, phase)
                     T.copy(out_sum, narrow)
                     give(given, EMPTY, V == 64)
@@ -302,8 +301,9 @@ def build_forward(spec: KernelSpec):
                         T.tcgen05_gemm(
                             value_operand, t_tile[slot, :, :], value_sum, transpose_B=True, mbar=done[VALUED]
                         )
-                        take(given, VALUE, i % 2)
+                        take(given, FADED, i % 2)
                         T.tcgen05_gemm(faded_operand, k_tile[slot, :, :], state_sum, mbar=done[UPDATED])
+                        take(given, VALUE, i % 2)
                         T.tcgen05_gemm(
                             value_operand,
                             p_tile[slot, :, :],

@@ -31,7 +31,7 @@ from flashqla_cp.kernels.tuning import summary_config
 HELPERS, WARP = C, 32
 # Products that the workers wait for, and what they give to the warp that issues: once a chunk each.
 RECALLED, VALUED, PRODUCTS = range(3)
-STATE, CORRECTION, VALUE, GIFTS = range(4)
+STATE, CORRECTION, FADED, GIFTS = range(4)
 
 
 def build_summary(spec: KernelSpec):
@@ -124,8 +124,7 @@ def build_summary(spec: KernelSpec):
                     state[a, b] = T.if_then_else(a == b, T.cast(corrected, f32), 0.0)
                 if count > 0:
                     T.mbarrier_wait_parity(ready[0], 0)
-                    hand_over(state, state16, state_operand, state_sum, keep[0])
-                    give(given, STATE, V == 64)
+                    hand_over(state, state16, state_operand, state_sum, keep[0], given, STATE, V == 64)
                 for i in T.serial(count):
                     take(done, RECALLED, i % 2)
                     T.copy(recalled_sum, sums)
@@ -138,7 +137,7 @@ def build_summary(spec: KernelSpec):
                     for a, b in T.Parallel(V, C):
                         sums16[a, b] = sums[a, b] * fade[slot, b]
                     T.copy(sums16, faded_operand)
-                    give(given, VALUE, V == 64)
+                    give(given, FADED, V == 64)
                     spent = slot
                     turn = phase
                     slot = slot + 1
@@ -150,8 +149,7 @@ def build_summary(spec: KernelSpec):
                     take(free, spent, turn)
                     T.copy(state_sum, state)
                     if i + 1 < count:
-                        hand_over(state, state16, state_operand, state_sum, keep[slot])
-                        give(given, STATE, V == 64)
+                        hand_over(state, state16, state_operand, state_sum, keep[slot], given, STATE, V == 64)
                 if out >= 0:
                     if corrected == 0:
                         T.copy(state, boundary[out, head, 0:V, 0:K])
@@ -214,7 +212,7 @@ def build_summary(spec: KernelSpec):
                             clear_accum=corrected == 1,
                             mbar=done[VALUED],
                         )
-                        take(given, VALUE, i % 2)
+                        take(given, FADED, i % 2)
                         T.tcgen05_gemm(faded_operand, k_tile[slot, :, :], state_sum, mbar=free[slot])
                         slot = slot + 1
                         if slot == STAGES:
