@@ -22,6 +22,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
 from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
 from flashqla_cp.kernels.blocks.tensor_memory import give, hand_over, operand_allocator, take
@@ -51,6 +52,9 @@ def build_forward(spec: KernelSpec):
     listed = chains if has_initial else T.dynamic("listed")
     finals = chains if has_final else T.dynamic("finals")
     qt, qh, kt, kh, vt, vh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"))
+
+    def states(number):
+        return T.Tensor((number, HV, V, K), f32)
 
     @T.macro
     def store(out, o_tile, o, start, end, head, thread):
@@ -87,11 +91,11 @@ def build_forward(spec: KernelSpec):
         decay: T.Tensor((chunks, HV, C), f32),
         key_scale: T.Tensor((key_chunks, H, C), f32),
         table: T.Tensor((segments, COLUMNS), "int32"),
-        carried: T.Tensor((rows, HV, V, K), f32),
-        initial: T.Tensor((entries, HV, V, K), f32),
+        carried: states(rows),
+        initial: states(entries),
         entry_row: T.Tensor((listed,), "int32"),
         o: T.Tensor((tokens, HV, V), dtype),
-        final: T.Tensor((finals, HV, V, K), f32),
+        final: states(finals),
         scale: T.float32,
     ):
         with T.Kernel(segments * HV, threads=config.threads) as block:
@@ -101,13 +105,6 @@ def build_forward(spec: KernelSpec):
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
             p_tile = T.alloc_shared((STAGES, C, C), dtype)
             o_tile = T.alloc_shared((V // 64, C, 64), dtype)
-            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
-            read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
-            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
-            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
-            gate = T.alloc_shared((STAGES, C), f32)
-            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
-            q_scale = T.alloc_shared((C,), f32)
             # Sizes fall, as the allocator of tensor memory wants.
             state_sum = T.alloc_tmem((V, K), f32)
             recalled_sum = T.alloc_tmem((V, C), f32)
@@ -123,6 +120,13 @@ def build_forward(spec: KernelSpec):
             done = T.alloc_barrier([1] * PRODUCTS)
             given = T.alloc_barrier([WORKERS] * GIFTS)
             scored = T.alloc_barrier([1])
+            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
+            read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
+            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
+            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
+            gate = T.alloc_shared((STAGES, C), f32)
+            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
+            q_scale = T.alloc_shared((C,), f32)
             T.annotate_layout({o_tile: make_full_bank_swizzled_layout(o_tile)})
             thread = T.get_thread_binding()
             head = T.alloc_var("int32", init=T.truncmod(block, HV))
@@ -225,14 +229,7 @@ def build_forward(spec: KernelSpec):
                         if row % 2 == 0:
                             q_scale[row // 2] = T.rsqrt(square + L2_EPS)
                     T.sync_threads(barrier_id=1, arrive_count=SCORERS)
-                    T.tcgen05_gemm(
-                        q_tile[slot, :, :],
-                        k_tile[slot, :, :],
-                        score_sum,
-                        transpose_B=True,
-                        clear_accum=True,
-                        mbar=scored,
-                    )
+                    issue(q_tile[slot, :, :], k_tile[slot, :, :], score_sum, scored)
                     if row < C:
                         query = T.alloc_var(f32, init=scale)
                         if l2norm:
@@ -270,48 +267,17 @@ def build_forward(spec: KernelSpec):
                     phase = T.alloc_var("int32", init=0)
                     for i in T.serial(count):
                         take(ready, slot, phase)
-                        T.tcgen05_gemm(
-                            v_tile[slot, :, :],
-                            t_tile[slot, :, :],
-                            value_sum,
-                            transpose_A=True,
-                            transpose_B=True,
-                            clear_accum=True,
-                            mbar=None,
-                        )
+                        issue(v_tile[slot, :, :], t_tile[slot, :, :], value_sum, None, left_t=True)
                         take(given, STATE, i % 2)
-                        T.tcgen05_gemm(
-                            state_operand,
-                            k_tile[slot, :, :],
-                            recalled_sum,
-                            transpose_B=True,
-                            clear_accum=True,
-                            mbar=done[RECALLED],
-                        )
+                        issue(state_operand, k_tile[slot, :, :], recalled_sum, done[RECALLED])
                         take(given, EMPTY, i % 2 ^ 1)
-                        T.tcgen05_gemm(
-                            state_operand,
-                            q_tile[slot, :, :],
-                            out_sum,
-                            transpose_B=True,
-                            clear_accum=True,
-                            mbar=done[QUERIED],
-                        )
+                        issue(state_operand, q_tile[slot, :, :], out_sum, done[QUERIED])
                         take(given, CORRECTION, i % 2)
-                        T.tcgen05_gemm(
-                            value_operand, t_tile[slot, :, :], value_sum, transpose_B=True, mbar=done[VALUED]
-                        )
+                        issue(value_operand, t_tile[slot, :, :], value_sum, done[VALUED], clear=False)
                         take(given, FADED, i % 2)
-                        T.tcgen05_gemm(faded_operand, k_tile[slot, :, :], state_sum, mbar=done[UPDATED])
+                        issue(faded_operand, k_tile[slot, :, :], state_sum, done[UPDATED], clear=False, right_t=False)
                         take(given, VALUE, i % 2)
-                        T.tcgen05_gemm(
-                            value_operand,
-                            p_tile[slot, :, :],
-                            out_sum,
-                            transpose_B=True,
-                            clear_accum=True,
-                            mbar=free[slot],
-                        )
+                        issue(value_operand, p_tile[slot, :, :], out_sum, free[slot])
                         slot = slot + 1
                         if slot == STAGES:
                             slot = 0
@@ -321,17 +287,19 @@ def build_forward(spec: KernelSpec):
                     chunk = T.alloc_var("int32", init=table[segment, FIRST_CHUNK])
                     slot = T.alloc_var("int32", init=0)
                     phase = T.alloc_var("int32", init=1)
-                    for i in T.serial(count):
-                        start = T.alloc_var("int32", init=begin + i * C)
+                    start = T.alloc_var("int32", init=begin)
+                    for _ in T.serial(count):
                         T.mbarrier_wait_parity(free[slot], phase)
-                        T.tma_copy(decay[chunk + i, head, 0:C], gate[slot, :], barrier=full[slot])
+                        T.tma_copy(decay[chunk, head, 0:C], gate[slot, :], barrier=full[slot])
                         if l2norm:
-                            T.tma_copy(key_scale[chunk + i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
+                            T.tma_copy(key_scale[chunk, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
                         T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
                         T.tma_copy(q[start : start + C, key_head, 0:K], q_tile[slot, :, :], barrier=full[slot])
                         T.tma_copy(v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot])
-                        T.tma_copy(inverse[chunk + i, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
+                        T.tma_copy(inverse[chunk, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
                         T.mbarrier_arrive(full[slot])
+                        chunk = chunk + 1
+                        start = start + C
                         slot = slot + 1
                         if slot == STAGES:
                             slot = 0

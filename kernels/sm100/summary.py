@@ -23,6 +23,7 @@ import tilelang.language as T
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
 from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.tensor_memory import give, hand_over, operand_allocator, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
@@ -46,6 +47,9 @@ def build_summary(spec: KernelSpec):
     key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     kt, kh, vt, vh = (T.dynamic(n) for n in ("k_token", "k_head", "v_token", "v_head"))
 
+    def states(number):
+        return T.Tensor((number, HV, V, K), f32)
+
     @T.prim_func
     def summary(
         k: T.StridedTensor((tokens, H, K), (kt, kh, 1), dtype),
@@ -55,8 +59,8 @@ def build_summary(spec: KernelSpec):
         key_scale: T.Tensor((key_chunks, H, C), f32),
         bound: T.Tensor((HV, chunks), f32),
         table: T.Tensor((segments, column.COLUMNS), "int32"),
-        boundary: T.Tensor((rows, HV, V, K), f32),
-        correction: T.Tensor((rows, HV, K, K), f32),
+        boundary: states(rows),
+        correction: states(rows),
         corrects: T.Tensor((rows, HV), "int32"),
         threshold: T.float32,
     ):
@@ -185,35 +189,13 @@ def build_summary(spec: KernelSpec):
                     for i in T.serial(count):
                         take(ready, slot, phase)
                         if corrected == 0:
-                            T.tcgen05_gemm(
-                                v_tile[slot, :, :],
-                                t_tile[slot, :, :],
-                                value_sum,
-                                transpose_A=True,
-                                transpose_B=True,
-                                clear_accum=True,
-                                mbar=None,
-                            )
+                            issue(v_tile[slot, :, :], t_tile[slot, :, :], value_sum, None, left_t=True)
                         take(given, STATE, i % 2)
-                        T.tcgen05_gemm(
-                            state_operand,
-                            k_tile[slot, :, :],
-                            recalled_sum,
-                            transpose_B=True,
-                            clear_accum=True,
-                            mbar=done[RECALLED],
-                        )
+                        issue(state_operand, k_tile[slot, :, :], recalled_sum, done[RECALLED])
                         take(given, CORRECTION, i % 2)
-                        T.tcgen05_gemm(
-                            recalled_operand,
-                            t_tile[slot, :, :],
-                            value_sum,
-                            transpose_B=True,
-                            clear_accum=corrected == 1,
-                            mbar=done[VALUED],
-                        )
+                        issue(recalled_operand, t_tile[slot, :, :], value_sum, done[VALUED], clear=corrected == 1)
                         take(given, FADED, i % 2)
-                        T.tcgen05_gemm(faded_operand, k_tile[slot, :, :], state_sum, mbar=free[slot])
+                        issue(faded_operand, k_tile[slot, :, :], state_sum, free[slot], clear=False, right_t=False)
                         slot = slot + 1
                         if slot == STAGES:
                             slot = 0
