@@ -229,9 +229,10 @@ def forward_sharded(
     entries = None if own is None else Entries(values=own, row=local.known_row)
     if program.exchange is not None and maps is not None:
         arrived = _send(x, local, maps, entries).wait().states.mT.contiguous()
-        if own is None:
+        if own is None and program.entries.shape[1]:
             own = x.numbers(program.entries.shape[1], heads, width, width).zero_()
-        entries = Entries(values=torch.cat([own, arrived]), row=local.entry_row)
+        values = arrived if own is None or not len(own) else torch.cat([own, arrived])
+        entries = Entries(values=values, row=local.entry_row)
     return _finish(x, local, solved, maps, entries, initial, scale, final)
 
 
@@ -241,11 +242,11 @@ def _send(x: Inputs, local: _Local, maps: Maps, known: Entries | None) -> Pendin
     assert program.exchange is not None
     if len(program.interior.index):
         carried, correction = kernels.chain_maps(x, maps, local.tables, known)
-        correction = correction.index_select(0, program.interior.index).mT.contiguous()
+        correction = correction.mT.index_select(0, program.interior.index)
     else:
         carried = kernels.affine_chain(x, maps, local.tables, known, apart=True)
         correction = maps.correction[:0]
-    boundary = carried.index_select(0, local.exit_rows).mT.contiguous()
+    boundary = carried.mT.index_select(0, local.exit_rows)
     return program.exchange.forward(boundary, correction)
 
 

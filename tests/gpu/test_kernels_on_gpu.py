@@ -233,13 +233,32 @@ def _sharded(rank, offsets, layout, gates, exchange):
     )
 
 
-@pytest.mark.parametrize("exchange", ("allgather", "sharded", "hierarchical"))
-@pytest.mark.parametrize(
+LAYOUTS = pytest.mark.parametrize(
     ("layout", "gates"), (("contiguous", "zero"), ("zigzag", "mixed"), ("zigzag_per_document", "weak"))
 )
+
+
+@LAYOUTS
+@pytest.mark.parametrize("exchange", ("allgather", "sharded", "hierarchical"))
 def test_ranks_agree_with_one(layout, gates, exchange):
-    results = run_ranks(_sharded, 3, [0, 2200, 2200, 2600, 4001], layout, gates, exchange, timeout=300.0)
+    """Cuts between chunks: the same chunks as on one rank, so only the maps' own rounding differs."""
+    results = run_ranks(_sharded, 3, [0, 2304, 2304, 3456], layout, gates, exchange, timeout=300.0)
     o, _, whole, ends, ranges = results[0]
     assert relative_l2(o, whole) <= CP_BAR
     assert worst_after_cuts(o, whole, [start for start, _ in ranges]) <= CP_BAR
     assert relative_l2(sum(r[1] for r in results), ends) <= CP_BAR
+
+
+@LAYOUTS
+def test_ranks_with_cuts_inside_chunks_against_the_oracle(layout, gates):
+    """Other chunks than on one rank, so other roundings of the operands: held to the oracle, like one rank."""
+    offsets = [0, 2200, 2200, 2600, 4001]
+    results = run_ranks(_sharded, 3, offsets, layout, gates, "allgather", timeout=300.0)
+    tensors = draw(offsets[-1], 1, 2, 128, gates)
+    initial = torch.randn(4, 2, 128, 128, generator=torch.Generator().manual_seed(1))
+    expected, states = gated_delta_rule_oracle(
+        *(x.double().cpu() for x in tensors), initial_state=initial.double(), cu_seqlens=torch.tensor(offsets)
+    )
+    assert relative_l2(results[0][0], expected) <= BAR
+    assert worst_after_cuts(results[0][0], expected, [start for start, _ in results[0][4]]) <= BAR
+    assert relative_l2(sum(r[1] for r in results), states) <= BAR
