@@ -46,16 +46,13 @@ class Call:
 
     def run(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
         initial_state: torch.Tensor | None,
         offsets: Sequence[int] | torch.Tensor,
         context: CPContext | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Arguments and results of chunk_gated_delta_rule, checked. offsets: a list if the host knows them."""
+        """Results of chunk_gated_delta_rule. tensors: its q, k, v, g, beta; offsets: a list if the host knows them."""
+        q, k, v, g, beta = tensors
         batch, length = q.shape[:2]
         x = Inputs(
             q=_readable(q),
@@ -73,12 +70,12 @@ class Call:
         initial = None
         if initial_state is not None:
             initial = (initial_state if self.state_v_first else initial_state.mT).float().contiguous()
-        rest = {"final": self.final, "processors": self.kernels.processors}
+        final, processors = self.final, self.kernels.processors
         if context is not None:
-            o, states = forward_sharded(x, context, initial, self.scale, **rest)
+            o, states = forward_sharded(x, context, initial, self.scale, final=final, processors=processors)
         else:
             documents = _documents(offsets, batch, length, q.device)
-            o, states = forward(x, documents, initial, self.scale, **rest)
+            o, states = forward(x, documents, initial, self.scale, final=final, processors=processors)
         if states is not None and not self.state_v_first:
             states = states.mT
         return o.view(v.shape), states

@@ -14,7 +14,7 @@ from sources import imported_modules, product_files
 FLOORS = {
     "face": [
         {"gate", "checks", "program", "active"},
-        {"library", "autograd"},
+        {"library", "autograd", "fused"},
         {"op", "conv"},
         {"layer"},
         {"integrations"},
@@ -28,6 +28,7 @@ FLOORS = {
         {"tuning", "blocks", "workers"},
         {"portable", "sm90", "sm100"},
         {"build"},
+        {"stages"},
         {"host", "reference"},
         {"backend"},
     ],
