@@ -13,6 +13,7 @@ over the data-parallel and sequence-parallel ranks together, and nothing here re
 from __future__ import annotations
 
 import sys
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -252,7 +253,7 @@ def _check_documents(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
             f"and a number of tokens that {plan.world_size} divides"
         )
     kind = _core_attention(module)
-    begun = sum(end > start for start, end in zip(plan.cu_seqlens, plan.cu_seqlens[1:], strict=False))
+    begun = sum(end > start for start, end in pairwise(plan.cu_seqlens))
     if kind in BLIND_TO_DOCUMENTS and begun > 1:
         raise ValueError(
             f"attn_implementation: under Ulysses {kind!r} would attend across the {begun} documents of this batch; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -80,7 +81,7 @@ def expected(case: Case, attention: str) -> Expected:
     total = 0.0
     for offsets, seed in case.streams:
         batch = make_batch(offsets, seed)
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in pairwise(offsets):
             row = {name: x[:, start:end] for name, x in batch.items()}
             logits = model(input_ids=row["input_ids"], position_ids=row["position_ids"]).logits
             loss = token_loss_sum(logits, row["labels"]) / targets
@@ -177,7 +178,8 @@ def step(engine: Any, case: Case, mpu: Any, wanted: Expected) -> dict[str, float
         total += loss.detach() / targets
         scaled = scale_loss(engine, loss, targets)
         engine.backward(loss * engine.gradient_accumulation_steps() / targets if case.broken == "scale" else scaled)
-        gradients = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
+        if batch is batches[-1]:  # before, DeepSpeed has only a part of them
+            gradients = {name: safe_get_full_grad(p).clone() for name, p in engine.module.named_parameters()}
         engine.step()
     dist.all_reduce(total)
     found = {"loss": abs(total.item() - wanted[0]) / wanted[0]}
