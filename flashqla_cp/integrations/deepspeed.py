@@ -83,9 +83,9 @@ def enable_context_parallel(
 ) -> int:
     """Run every Gated DeltaNet layer of a transformers model on this library, sharded over DeepSpeed's sequence group.
 
-    Call it on every rank before deepspeed.initialize(model=model, mpu=mpu, ...). Boundaries of the documents come as
-    for flashqla_cp.integrations.transformers.enable_context_parallel; Ulysses needs position_ids in any case, which
-    suffice: this rank's rows of the positions in the whole documents.
+    Call it on every rank before deepspeed.initialize(model=model, mpu=mpu, ...), or after it with engine.module, where
+    a framework calls that. Boundaries of the documents come as for the plugin of transformers; Ulysses needs
+    position_ids in any case, which suffice: this rank's rows of the positions in the whole documents.
 
     Training raises unless DeepSpeed was initialised with the same group. With full attention, the forward raises for
     shards that Ulysses cannot join (it takes equal contiguous ones), and for several documents where its core attention
@@ -108,8 +108,7 @@ def enable_context_parallel(
     """
     if hasattr(model, "zero_optimization_stage"):
         raise TypeError(
-            f"model: got a {type(model).__name__}, expected a model; enable it before deepspeed.initialize, or pass "
-            "engine.module"
+            f"model: got a {type(model).__name__}, expected a model: that before deepspeed.initialize, or engine.module"
         )
     group = _sequence_group(mpu)
     attention = {} if group is None or dist.get_world_size(group) == 1 else _find_attention(model)
@@ -222,11 +221,10 @@ def _check_groups(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     from deepspeed.utils import groups
 
     comm = module.flashqla_cp.sharding.comm
-    ours = [dist.get_rank()] if comm is None and dist.is_initialized() else []
-    if comm is not None:
-        ours = dist.get_process_group_ranks(comm.group)
+    alone = [dist.get_rank()] if dist.is_initialized() else []
+    ours = alone if comm is None else dist.get_process_group_ranks(comm.group)
     group = _sequence_group(groups.mpu) if hasattr(groups.mpu, "get_sequence_parallel_group") else None
-    theirs = ours[:1] if group is None else dist.get_process_group_ranks(group)
+    theirs = alone if group is None else dist.get_process_group_ranks(group)
     if ours != theirs:
         raise ValueError(
             f"mpu: DeepSpeed shares sequences among ranks {theirs}, the model was enabled for ranks {ours}; pass the "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -46,6 +46,7 @@ class Case:
     dtype: str = "fp32"
     checkpoint: bool = False
     zero_init: bool = False
+    late: bool = False
     sum_over_ranks: bool = False
     family: str = "qwen3_next"
     broken: str = ""
@@ -76,6 +77,8 @@ def expected(case: Case, attention: str) -> Expected:
     """(loss, gradients before clipping, weights after the step) of one process, one document at a time."""
     register_documents_attention()
     model = make_model(case.family, case.layers, attention)
+    if case.dtype == "bf16 alone":
+        model.to(torch.bfloat16)
     optimizer = make_optimizer(case.optimizer, model)
     targets = sum(num_targets(make_batch(*stream)) for stream in case.streams)
     total = 0.0
@@ -92,6 +95,14 @@ def expected(case: Case, attention: str) -> Expected:
         torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
     optimizer.step()
     return total, gradients, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def noise(case: Case, attention: str) -> tuple[float, float]:
+    """What one process in bf16 loses against one in fp32: relative errors of the loss and of the worst gradient."""
+    exact = expected(case, attention)
+    rounded = expected(replace(case, dtype="bf16 alone"), attention)
+    errors = [relative_l2(rounded[1][name].float(), gradient) for name, gradient in exact[1].items()]
+    return abs(rounded[0] - exact[0]) / exact[0], max(errors)
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -137,12 +148,14 @@ def run_case(case: Case, mpu: Any, attention: str, wanted: Expected) -> dict[str
         model = make_model(case.family, case.layers, attention)
     if case.zero_init:
         fill(model, make_model(case.family, case.layers, attention))
-    if case.broken != "not enabled":
+    if case.broken != "not enabled" and not case.late:
         assert enable_context_parallel(model, mpu, layout=case.layout) == case.layers.count("linear_attention")
     if case.checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     optimizer = make_optimizer(case.optimizer, model)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    if case.late:
+        enable_context_parallel(engine.module, mpu, layout=case.layout)
     try:
         return step(engine, case, mpu, wanted)
     finally:
