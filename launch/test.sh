@@ -77,8 +77,20 @@ if [ "$FULL" = 0 ]; then NO_SLOW="and not slow"; fi
 step "lint" 120 "$PY" -m ruff check .
 step "format" 120 "$PY" -m ruff format --check .
 step "types" 600 "$PY" -m mypy
-step "tests" $((FULL ? 3600 : 1800)) "$PY" -m pytest -q -p no:cacheprovider -m "not mpi and $NO_GPU $NO_SLOW"
+step "tests" $((FULL ? 3600 : 1800)) "$PY" -m pytest -q -p no:cacheprovider --ignore tests/integrations \
+    -m "not mpi and $NO_GPU $NO_SLOW"
 has_passed "tests"
+
+# The frameworks come last, so that nothing above can lean on them. torch is named beside them and stays what it is; where
+# one cannot be installed, its tests skip themselves and say so.
+if [ "${NO_VENV:-0}" != 1 ]; then
+    for framework in deepspeed; do # brings transformers
+        if ! timeout --kill-after=20 300 bash -c 'source launch/setup.sh && install_project "$0"' "$framework" </dev/null
+        then skip "$framework" "it could not be installed within 300 s (see above)"; fi
+    done
+fi
+step "framework tests" 600 "$PY" -m pytest -q -p no:cacheprovider -m "not mpi and $NO_GPU $NO_SLOW" tests/integrations
+has_passed "framework tests"
 
 if [ "$GPU" = 1 ]; then
     if compgen -G 'tests/gpu/test_*.py' >/dev/null; then

@@ -48,6 +48,12 @@ ZEROS = (0, 1, 2, 3)
 MODELS = [family for family in families() if family != "qwen3_next"]
 # name: number of ranks, of ranks that share a sequence, core attention, cases
 RUNS: dict[str, tuple[int, int, str, list[Case]]] = {
+    "one rank": (
+        1,
+        1,
+        "sdpa",
+        [Case(zero=zero, source=source) for zero in ZEROS for source in ("context", "positions")],
+    ),
     "one document, sdpa": (
         *(2, 2, "sdpa"),
         [Case(zero=zero, layers=HYBRID, streams=((ONE_DOCUMENT, 1),)) for zero in ZEROS],
@@ -209,7 +215,7 @@ def try_refusals_with_attention(rank: int) -> dict[str, str]:
         ("documents", PACKED, "contiguous", "would attend across the 3 documents of this batch"),
         ("uneven", (0, 95), "contiguous", "a number of tokens that 2 divides"),
         ("layout", ONE_DOCUMENT, "zigzag", "Ulysses joins equal contiguous shards only"),
-        ("padded", (0, 7, 96), "contiguous", "across the 2 documents"),
+        ("two documents", (0, 7, 96), "contiguous", "across the 2 documents"),
     ]
     for name, offsets, layout, text in cases:
         try:

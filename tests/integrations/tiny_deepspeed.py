@@ -22,7 +22,6 @@ from flashqla_cp.integrations.deepspeed import (
     scale_loss,
     use_context,
 )
-from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.testing.metrics import relative_l2
 
 ONE_DOCUMENT, PACKED, OTHER = (0, 96), (0, 7, 30, 96), (0, 50, 64, 96)
@@ -175,9 +174,11 @@ def step(engine: Any, case: Case, mpu: Any, wanted: Expected) -> dict[str, float
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    replicas = dist.get_world_size() // mpu.get_sequence_parallel_world_size()
-    mine = case.streams[dist.get_rank() // mpu.get_sequence_parallel_world_size() :: replicas]
-    contexts = [context_of(case, mpu, stream) for stream in mine]
+    group = dist.new_group([dist.get_rank()]) if mpu is None else mpu.get_sequence_parallel_group()
+    size = dist.get_world_size(group)
+    mine = case.streams[dist.get_rank() // size :: dist.get_world_size() // size]
+    told: dict[str, Any] = {"group": group, "conv1d_kernel_size": 4, "layout": case.layout}
+    contexts = [build_cp_context(torch.tensor(offsets), **told) for offsets, _ in mine]
     batches = [
         {name: context.shard(x) for name, x in make_batch(*stream).items()}
         for context, stream in zip(contexts, mine, strict=True)
@@ -201,11 +202,6 @@ def step(engine: Any, case: Case, mpu: Any, wanted: Expected) -> dict[str, float
         with deepspeed.zero.GatheredParameters(parameter, enabled=case.zero == 3):
             found[name] = relative_l2(parameter.detach().float(), wanted[2][name])
     return found
-
-
-def context_of(case: Case, mpu: Any, stream: Stream) -> CPContext:
-    group = mpu.get_sequence_parallel_group()
-    return build_cp_context(torch.tensor(stream[0]), group, conv1d_kernel_size=4, layout=case.layout)
 
 
 def documents_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
