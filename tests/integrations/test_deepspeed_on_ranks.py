@@ -97,8 +97,8 @@ CONTROLS = [pytest.param(run, case, id=f"{run}: {case}") for run in RUNS for cas
 def test_step(run: str, case: Case) -> None:
     loss_bar, bar = BAR["loss"], BAR["tensor"]
     if case.dtype == "bf16":
-        # What one process loses by bf16, and half as much again for another draw of the same rounding.
-        loss_bar, bar = (1.5 * worst for worst in noise(case, RUNS[run][2]))
+        # What one process loses by bf16, and a fifth more for other rounding of the sums over ranks.
+        loss_bar, bar = (1.2 * worst for worst in noise(case, RUNS[run][2]))
     for found in results(run)[str(case)]:
         loss = found.pop("loss")
         worst = max(found, key=lambda name: found[name])
