@@ -14,21 +14,23 @@ from typing import Any
 import torch
 
 from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.foreign import is_array, take_over
 from flashqla_cp.parallel.plan import check_offsets, read_offsets, refuse_dtensor
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def as_tensor(value: Any, name: str) -> torch.Tensor:
-    """A torch tensor, or anything with __dlpack__ taken over without a copy. Raises TypeError for the rest."""
+    """A torch tensor, or anything with __dlpack__, or a DLPack capsule, taken over without a copy.
+
+    Raises TypeError for the rest, and for what DLPack cannot carry; ValueError for views with negative strides.
+    """
     refuse_dtensor(value, name)
     if isinstance(value, torch.Tensor):
         return value
-    if hasattr(value, "__dlpack__"):
-        if any(stride < 0 for stride in getattr(value, "strides", None) or ()):
-            raise ValueError(f"{name}: a view with negative strides cannot be taken over; pass a copy")
-        return torch.from_dlpack(value)
-    raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(value).__name__}")
+    if not is_array(value):
+        raise TypeError(f"{name}: expected a tensor or an object with __dlpack__, got {type(value).__name__}")
+    return take_over(value, name)
 
 
 def check_op_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
@@ -117,7 +119,7 @@ def read_documents(
     if batch != 1:
         raise ValueError(f"{name}: batch size must be 1 with cu_seqlens, got {batch}; pack the rows into one")
     given, label = (cu_seqlens, "cu_seqlens") if cu_seqlens_cpu is None else (cu_seqlens_cpu, "cu_seqlens_cpu")
-    offsets = read_offsets(as_tensor(given, label) if hasattr(given, "__dlpack__") else given, label)
+    offsets = read_offsets(given, label)
     check_offsets(offsets, length, label)
     return offsets
 

@@ -45,7 +45,8 @@ def chunk_gated_delta_rule(
     Differentiable once in every tensor argument.
 
     Args:
-        q, k: [B, T, H, K] in bf16, fp16, fp32 or fp64, one dtype with v. Anything with __dlpack__ is taken.
+        q, k: [B, T, H, K] in bf16, fp16, fp32 or fp64, one dtype with v. Any tensor may be an
+            array of another library (__dlpack__) or a DLPack capsule.
         v: [B, T, HV, V], HV a multiple of H.
         g: [B, T, HV] log gate <= 0, any float dtype; the raw gate input a with use_gate_in_kernel.
         beta: [B, T, HV] write strength in [0, 1] (or [0, 2]); its logit with use_beta_sigmoid_in_kernel.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashqla_cp.kernels.arch import Arch
+from flashqla_cp.kernels.spec import KernelSpec
 
 WARPGROUP = 128
 REGISTER_STEP = 8
@@ -112,3 +113,29 @@ def tensor_memory_columns(arch: Arch, needed: Sequence[int]) -> int:
             f"needed: got {list(needed)} columns, expected at most {arch.tensor_memory_columns} on {arch.name}"
         )
     return columns
+
+
+def forward_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the forward schedule: workers of 64 value columns, scorers, and the warp that copies."""
+    return _sweep_config(spec, 2, True, 3, {"workers": 192, "scorers": 104, "copier": 24})
+
+
+def summary_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the map schedule: workers as in forward, and one warpgroup of helpers."""
+    return _sweep_config(spec, 1, False, 5, {"workers": 208, "helpers": 88})
+
+
+def _sweep_config(
+    spec: KernelSpec, key_tiles: int, scores: bool, most_stages: int, registers: dict[str, int]
+) -> TileConfig:
+    """Stages of `key_tiles` key-like tiles, one value tile and one inverse (and one of scores), 2 bytes an element."""
+    chunk, width = 64, spec.dim("head_dim")
+    tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * 4
+    stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
+    fixed = (tile if scores else 0) + 1024
+    stages = pipeline_stages(spec.target, stage, fixed, most_stages)
+    roles = tuple(
+        Role(name=name, threads=(width // 64 if name == "workers" else 1) * WARPGROUP, registers=count)
+        for name, count in registers.items()
+    )
+    return TileConfig(roles=roles, stages=stages, shared_bytes=fixed + stages * stage)

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from flashqla_cp.parallel.foreign import is_array, take_over
 from flashqla_cp.parallel.fragments import Fragments, Owners, Range, cut_documents, merge_touching
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", "custom")
@@ -138,6 +139,8 @@ def check_offsets(offsets: Sequence[int], num_tokens: int | None, name: str = "c
 def read_offsets(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqlens") -> list[int]:
     """Offsets as Python integers; copies from the device if they live there. Raises TypeError unless 1-D integers."""
     refuse_dtensor(cu_seqlens, name)
+    if is_array(cu_seqlens):
+        cu_seqlens = take_over(cu_seqlens, name)
     if not isinstance(cu_seqlens, torch.Tensor):
         try:
             cu_seqlens = torch.as_tensor(cu_seqlens) if len(cu_seqlens) else torch.empty(0, dtype=torch.int64)

@@ -21,7 +21,7 @@ FLOORS = {
         {"launch"},
         {"cli"},
     ],
-    "parallel": [{"fragments", "affine", "comm"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
+    "parallel": [{"fragments", "affine", "comm", "foreign"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
     "kernels": [
         {"arch", "settings", "chunks", "cache", "cubin"},
         {"spec", "emitted"},
@@ -87,7 +87,8 @@ def foreign_import_fault(module: str, target: str, in_function: bool) -> str | N
     if library in FRAMEWORKS:
         home = f"flashqla_cp.integrations.{FRAMEWORKS[library]}"
         # A program that trains with a framework shows its users the framework's own calls.
-        if module != home and not module.startswith("flashqla_cp.launch.train_"):
+        is_example = module.startswith("flashqla_cp.launch.train_")
+        if module != home and not is_example and not module.startswith(f"{home}."):
             return f"{library} belongs in {home}"
         if not in_function:
             return f"{library} is optional, so it is imported inside functions"

@@ -1,0 +1,22 @@
+"""Columns of the segment table, which the table kernel writes and every other kernel reads.
+
+A segment is a run of chunks of one chain (a document, or a fragment of one); chains are cut into segments so that one
+long chain keeps a whole device busy. Rows beyond the last segment are ghosts: their chunk count is 0 and no kernel
+does anything for them.
+"""
+
+START = 0  # first token
+END = 1  # one past the last token; equal to START in a ghost
+CHUNK = 2  # first chunk, counted over all chains
+CHAIN = 3
+ENTRY = 4  # row of the state in front among the carried states, -1 for a chain's first segment
+EXIT = 5  # row that this segment's map feeds, -1 when nothing follows
+LAST = 6  # 1 for a chain's last segment
+COLUMNS = 8
+
+CHUNK_COLUMNS = 2  # of the chunk table: first token, number of tokens (0 in a ghost)
+
+# Of the link table, one line per carried row. A chain's rows stand together; its first line has their number, the others 0.
+LENGTH = 0
+LINK_CHAIN = 1
+LINK_COLUMNS = 2
