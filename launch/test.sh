@@ -101,7 +101,7 @@ if [ "${NO_VENV:-0}" != 1 ]; then
     fi
 fi
 MARKS="not mpi and $NO_GPU $NO_SLOW"
-step "framework tests" 600 "$PY" -m pytest -q -p no:cacheprovider -m "$MARKS" --ignore-glob '*/test_fla*' tests/integrations
+step "framework tests" 900 "$PY" -m pytest -q -p no:cacheprovider -m "$MARKS" --ignore-glob '*/test_fla*' tests/integrations
 has_passed "framework tests"
 if [ "${NO_VENV:-0}" = 1 ] || [ -d "$FLA/fla" ]; then
     step "fla tests" 300 env PYTHONPATH="$FLA${PYTHONPATH:+:$PYTHONPATH}" \
