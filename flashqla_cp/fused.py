@@ -20,9 +20,12 @@ from flashqla_cp.kernels.backend import Kernels
 from flashqla_cp.kernels.host import chunked as kernels
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved
 from flashqla_cp.kernels.host.tables import Tables, tables_of_batch, to_device
+from flashqla_cp.parallel.affine import fold_with
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.base import PendingStates
 from flashqla_cp.program import Program
+
+fold_with(kernels.fold)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
