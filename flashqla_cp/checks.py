@@ -94,19 +94,12 @@ def check_scale(scale: Any, head_k_dim: int) -> float:
 
 
 def read_documents(
-    x: torch.Tensor,
-    name: str,
-    cu_seqlens: Any,
-    cu_seqlens_cpu: Any,
-    cp_context: CPContext | None,
-    *,
-    stay: bool = False,
-) -> Sequence[int] | torch.Tensor:
+    x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any, cp_context: CPContext | None
+) -> Sequence[int]:
     """Offsets of the documents of the whole stream, which x [B, T, ..] holds unless a context says otherwise.
 
     Reads cu_seqlens now (a copy from the device unless cu_seqlens_cpu is given), so that an edit in place or a
-    recycled tensor is never served stale. With `stay`, offsets on x's GPU are left there, as a tensor: their values are
-    not checked then, for that would stop the GPU; kernels stay inside their tensors whatever they are.
+    recycled tensor is never served stale.
     """
     batch, length = x.shape[:2]
     if cp_context is not None:
@@ -125,13 +118,24 @@ def read_documents(
         return [length * row for row in range(batch + 1)]
     if batch != 1:
         raise ValueError(f"{name}: batch size must be 1 with cu_seqlens, got {batch}; pack the rows into one")
-    if stay and cu_seqlens_cpu is None:
-        there = offsets_tensor(cu_seqlens, "cu_seqlens")
-        if there.device == x.device and x.device.type != "cpu" and len(there):
-            return there
     given, label = (cu_seqlens, "cu_seqlens") if cu_seqlens_cpu is None else (cu_seqlens_cpu, "cu_seqlens_cpu")
     offsets = read_offsets(given, label)
     check_offsets(offsets, length, label)
+    return offsets
+
+
+def offsets_left_on(x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any) -> torch.Tensor | None:
+    """cu_seqlens as a tensor if it lives on x's GPU and no copy for the CPU was given, else None.
+
+    Its values are not checked then, for that would stop the GPU; kernels stay inside their tensors whatever they are.
+    """
+    if cu_seqlens is None or cu_seqlens_cpu is not None or x.device.type == "cpu":
+        return None
+    offsets = offsets_tensor(cu_seqlens, "cu_seqlens")
+    if offsets.device != x.device or not len(offsets):
+        return None
+    if x.shape[0] != 1:
+        raise ValueError(f"{name}: batch size must be 1 with cu_seqlens, got {x.shape[0]}; pack the rows into one")
     return offsets
 
 

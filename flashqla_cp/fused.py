@@ -20,9 +20,12 @@ from flashqla_cp.kernels.backend import Kernels
 from flashqla_cp.kernels.host import chunked as kernels
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved
 from flashqla_cp.kernels.host.tables import Tables, tables_of_batch, to_device
+from flashqla_cp.parallel.affine import fold_with
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.base import PendingStates
 from flashqla_cp.program import Program
+
+fold_with(kernels.fold)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -46,16 +49,13 @@ class Call:
 
     def run(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
         initial_state: torch.Tensor | None,
         offsets: Sequence[int] | torch.Tensor,
         context: CPContext | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Arguments and results of chunk_gated_delta_rule, checked. offsets: a list if the host knows them."""
+        """Results of chunk_gated_delta_rule. tensors: its q, k, v, g, beta; offsets: a list if the host knows them."""
+        q, k, v, g, beta = tensors
         batch, length = q.shape[:2]
         x = Inputs(
             q=_readable(q),
@@ -73,12 +73,12 @@ class Call:
         initial = None
         if initial_state is not None:
             initial = (initial_state if self.state_v_first else initial_state.mT).float().contiguous()
-        rest = {"final": self.final, "processors": self.kernels.processors}
+        final, processors = self.final, self.kernels.processors
         if context is not None:
-            o, states = forward_sharded(x, context, initial, self.scale, **rest)
+            o, states = forward_sharded(x, context, initial, self.scale, final=final, processors=processors)
         else:
             documents = _documents(offsets, batch, length, q.device)
-            o, states = forward(x, documents, initial, self.scale, **rest)
+            o, states = forward(x, documents, initial, self.scale, final=final, processors=processors)
         if states is not None and not self.state_v_first:
             states = states.mT
         return o.view(v.shape), states
@@ -229,9 +229,10 @@ def forward_sharded(
     entries = None if own is None else Entries(values=own, row=local.known_row)
     if program.exchange is not None and maps is not None:
         arrived = _send(x, local, maps, entries).wait().states.mT.contiguous()
-        if own is None:
+        if own is None and program.entries.shape[1]:
             own = x.numbers(program.entries.shape[1], heads, width, width).zero_()
-        entries = Entries(values=torch.cat([own, arrived]), row=local.entry_row)
+        values = arrived if own is None or not len(own) else torch.cat([own, arrived])
+        entries = Entries(values=values, row=local.entry_row)
     return _finish(x, local, solved, maps, entries, initial, scale, final)
 
 
@@ -241,11 +242,11 @@ def _send(x: Inputs, local: _Local, maps: Maps, known: Entries | None) -> Pendin
     assert program.exchange is not None
     if len(program.interior.index):
         carried, correction = kernels.chain_maps(x, maps, local.tables, known)
-        correction = correction.index_select(0, program.interior.index).mT.contiguous()
+        correction = correction.mT.index_select(0, program.interior.index)
     else:
         carried = kernels.affine_chain(x, maps, local.tables, known, apart=True)
         correction = maps.correction[:0]
-    boundary = carried.index_select(0, local.exit_rows).mT.contiguous()
+    boundary = carried.mT.index_select(0, local.exit_rows)
     return program.exchange.forward(boundary, correction)
 
 

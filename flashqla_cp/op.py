@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from flashqla_cp import fused
 from flashqla_cp.autograd import GatedDeltaRule
-from flashqla_cp.checks import as_parameter, as_tensor, check_gate, check_op_inputs, check_scale, read_documents
+from flashqla_cp.checks import (
+    as_parameter,
+    as_tensor,
+    check_gate,
+    check_op_inputs,
+    check_scale,
+    offsets_left_on,
+    read_documents,
+)
 from flashqla_cp.gate import floor_gate, l2_normalize, log_decay, write_strength
-from flashqla_cp.kernels.backend import Sizes, select
+from flashqla_cp.kernels.backend import Kernels, Sizes, select
 from flashqla_cp.kernels.reference import chunked
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.headwise import Headwise
@@ -86,15 +96,13 @@ def chunk_gated_delta_rule(
     scale = check_scale(scale, key_dim)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
-    needs_grad = torch.is_grad_enabled() and any(
-        x is not None and getattr(x, "requires_grad", False) for x in (q, k, v, g, beta, initial_state, A_log, dt_bias)
-    )
-    sizes = Sizes(
-        dtype=q.dtype, num_heads=q.shape[2], num_v_heads=num_v_heads, head_k_dim=key_dim, head_v_dim=value_dim
-    )
-    kernels = select(backend, q.device, needs_grad=needs_grad, sizes=sizes)
-    offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, cp_context, stay=kernels is not None)
-    num_documents = len(offsets) - 1
+    tracked = (q, k, v, g, beta, initial_state, A_log, dt_bias)
+    kernels = _kernels(backend, q, v, tracked)
+    there = None
+    if kernels is not None and cp_context is None:
+        there = offsets_left_on(q, "q", cu_seqlens, cu_seqlens_cpu)
+    offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, cp_context) if there is None else []
+    num_documents = len(offsets if there is None else there) - 1
     state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
     state_shape = (num_documents, num_v_heads, *state_dims)
     initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)
@@ -113,37 +121,22 @@ def chunk_gated_delta_rule(
             state_v_first=state_v_first,
         )
         if headwise is None:
-            return call.run(q, k, v, g, beta, initial_state, offsets, cp_context)
+            return call.run((q, k, v, g, beta), initial_state, offsets if there is None else there, cp_context)
 
     if cp_context is None:
         program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)
     else:
         program = Program.of_context(cp_context, q.device)
-    flat = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
-    if program.covered is not None:
-        flat = [x.masked_fill(~program.covered.view(-1, *[1] * (x.ndim - 1)), 0) for x in flat]
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    query, key, value, gate, strength = flat
-    if A_log is not None:
-        gate = log_decay(gate, A_log, dt_bias, dtype)
+    tensors = _token_rows((q, k, v, g, beta), program, dtype, A_log, dt_bias)
     if use_beta_sigmoid_in_kernel:
-        strength = write_strength(strength, allow_neg_eigval, dtype)
-    tensors = [query, key, value, floor_gate(gate, dtype), strength.to(dtype)]
+        tensors[4] = write_strength(tensors[4], allow_neg_eigval, dtype)
     state = None
     if initial_state is not None:
         state = (initial_state.mT if state_v_first else initial_state).to(dtype)
 
-    def run(program: Program, tensors: Sequence[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        if call is not None:
-            packed = [x[None] for x in tensors]
-            o, final_state = call.after_gates().run(*packed, state, offsets, None)
-            return o[0], final_state
-        query, key, value, gate, strength = tensors
-        if use_qk_l2norm_in_kernel:
-            query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
-        wide = query.to(dtype), key.to(dtype), value.to(dtype), gate, strength
-        return GatedDeltaRule.apply(*wide, state, program, chunked, scale)
-
+    plain = functools.partial(_on_torch, use_qk_l2norm_in_kernel, dtype, scale)
+    run = plain if call is None else functools.partial(_on_kernels, call, offsets)
     if cp_context is not None and headwise is not None:
         o, final_state = _run_headwise(cp_context, headwise, tensors, state, run)
     else:
@@ -151,6 +144,58 @@ def chunk_gated_delta_rule(
     if state_v_first and final_state is not None:
         final_state = final_state.mT
     return o.view(v.shape).to(v.dtype), final_state if output_final_state else None
+
+
+def _on_torch(
+    l2norm: bool,
+    dtype: torch.dtype,
+    scale: float,
+    program: Program,
+    tensors: Sequence[torch.Tensor],
+    state: torch.Tensor | None,
+) -> Any:
+    """o [T, HV, V] and the final states [N, HV, K, V], differentiable."""
+    query, key, value, gate, strength = tensors
+    if l2norm:
+        query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
+    wide = query.to(dtype), key.to(dtype), value.to(dtype), gate, strength
+    return GatedDeltaRule.apply(*wide, state, program, chunked, scale)
+
+
+def _on_kernels(
+    call: fused.Call,
+    offsets: Sequence[int],
+    program: Program,
+    tensors: Sequence[torch.Tensor],
+    state: torch.Tensor | None,
+) -> Any:
+    """The same on kernels, for gates that were made already."""
+    o, final_state = call.after_gates().run([x[None] for x in tensors], state, offsets, None)
+    return o[0], final_state
+
+
+def _kernels(backend: str, q: torch.Tensor, v: torch.Tensor, tracked: Sequence[Any]) -> Kernels | None:
+    """The kernels that run this call, or None for the torch backend."""
+    needs_grad = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tracked)
+    sizes = Sizes(
+        dtype=q.dtype, num_heads=q.shape[2], num_v_heads=v.shape[2], head_k_dim=q.shape[3], head_v_dim=v.shape[3]
+    )
+    return select(backend, q.device, needs_grad=needs_grad, sizes=sizes)
+
+
+def _token_rows(
+    named: Sequence[torch.Tensor],
+    program: Program,
+    dtype: torch.dtype,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """q, k, v [T, ..] as they are, log gate and beta [T, HV] in dtype; 0 in rows of no document, whatever they hold."""
+    flat = [x.flatten(0, 1) for x in named]
+    if program.covered is not None:
+        flat = [x.masked_fill(~program.covered.view(-1, *[1] * (x.ndim - 1)), 0) for x in flat]
+    gate = flat[3] if A_log is None else log_decay(flat[3], A_log, dt_bias, dtype)
+    return [*flat[:3], floor_gate(gate, dtype), flat[4].to(dtype)]
 
 
 def _run_headwise(

@@ -40,6 +40,7 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
         ]
     for head_dim in choices["head_dim"]:
         chain = {"head_dim": head_dim}
+        found.append(make_spec("fold", arch, chain))
         for initial_state in (False, True):
             found.append(make_spec("affine_chain", arch, chain, {}, {"initial_state": initial_state}))
             for final_correction in (False, True):
@@ -68,7 +69,7 @@ def _register(stage: str, folders: Mapping[str, str]) -> None:
 
 
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}
-for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows"):
+for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows", "fold"):
     _register(_stage, _PORTABLE)
 for _stage in ("summary", "forward"):
     _register(_stage, {"sm90": "sm90", "sm100": "sm100"})

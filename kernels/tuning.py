@@ -157,17 +157,18 @@ def _sweep_config(
     return TileConfig(roles=roles, stages=stages, shared_bytes=fixed + stages * stage, tensor_memory_columns=columns)
 
 
-def segment_chunks(num_tokens: int, num_chains: int, num_v_heads: int, processors: int) -> int:
+def segment_chunks(num_tokens: int, num_v_heads: int, processors: int) -> int:
     """Chunks of a segment at most: how finely one device cuts chains so that all its multiprocessors have work.
 
-    Only bounds are known on the host, so chains count as equally long. One block runs one segment of one head; a
-    further segment costs about two chunks' time, for the maps and for the step of the chain.
+    A function of the stream's length and not of its documents, so that padding offsets with empty ones changes no bit;
+    shorter documents are not cut. One block runs one segment of one head; a further segment costs about two chunks'
+    time, for the maps and for the step of the chain.
     """
-    chunks = -(-num_tokens // (64 * max(num_chains, 1)))
-    best, least = max(chunks, 1), float("inf")
+    chunks = max(-(num_tokens // -64), 1)
+    best, least = chunks, float("inf")
     for pieces in range(1, min(chunks, 64) + 1):
-        length = -(-chunks // pieces)
-        waves = -(-num_v_heads * num_chains * pieces // processors)
+        length = -(chunks // -pieces)
+        waves = -(num_v_heads * pieces // -processors)
         cost = waves * length * (1 + 0.25 * (pieces > 1)) + 2 * (pieces - 1)
         if cost < least:
             best, least = length, cost

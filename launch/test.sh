@@ -77,8 +77,36 @@ if [ "$FULL" = 0 ]; then NO_SLOW="and not slow"; fi
 step "lint" 120 "$PY" -m ruff check .
 step "format" 120 "$PY" -m ruff format --check .
 step "types" 600 "$PY" -m mypy
-step "tests" $((FULL ? 3600 : 1800)) "$PY" -m pytest -q -p no:cacheprovider -m "not mpi and $NO_GPU $NO_SLOW"
+step "tests" $((FULL ? 3600 : 1800)) "$PY" -m pytest -q -p no:cacheprovider --ignore tests/integrations \
+    -m "not mpi and $NO_GPU $NO_SLOW"
 has_passed "tests"
+
+# The frameworks come last, so that nothing above can lean on them. torch is named beside them and stays what it is; where
+# one cannot be installed, its tests skip themselves and say so. fla has a folder of its own: with it in the environment
+# transformers would call its kernels, which need a GPU.
+FLA="${VENV}/fla"
+add_framework() { # add_framework NAME COMMAND...
+    local name="$1"
+    shift
+    say "$name (limit 300 s): $*"
+    if ! timeout --kill-after=20 300 "$@" </dev/null; then skip "$name" "could not be installed (see above)"; fi
+}
+if [ "${NO_VENV:-0}" != 1 ]; then
+    for extra in deepspeed megatron jax; do # DeepSpeed's brings transformers
+        add_framework "$extra" bash -c 'source launch/setup.sh && install_project "$0"' "$extra"
+    done
+    if [ ! -d "$FLA/fla" ]; then
+        add_framework fla "$PY" -m pip install --quiet --disable-pip-version-check --no-deps --target "$FLA" \
+            'fla-core>=0.6' 'triton>=3.3' einops
+    fi
+fi
+MARKS="not mpi and $NO_GPU $NO_SLOW"
+step "framework tests" 900 "$PY" -m pytest -q -p no:cacheprovider -m "$MARKS" --ignore-glob '*/test_fla*' tests/integrations
+has_passed "framework tests"
+if [ "${NO_VENV:-0}" = 1 ] || [ -d "$FLA/fla" ]; then
+    step "fla tests" 300 env PYTHONPATH="$FLA${PYTHONPATH:+:$PYTHONPATH}" \
+        "$PY" -m pytest -q -p no:cacheprovider -m "$MARKS" tests/integrations/test_fla.py tests/integrations/test_fla_on_ranks.py
+fi
 
 if [ "$GPU" = 1 ]; then
     if compgen -G 'tests/gpu/test_*.py' >/dev/null; then

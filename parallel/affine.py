@@ -7,12 +7,13 @@ The adjoint of a chain runs it backwards with M transposed: G_i = D_i + M_i^T G_
 
 A chain is a list of maps in the order in which they apply; many chains (documents) are folded at once, one batched
 product a step, so the host's work grows with the longest chain and not with the number of documents. The products
-run in fp64 on CUDA: whatever the process allows for fp32 matrix products (TF32), a fold is never truncated.
+run in fp64 on CUDA: whatever the process allows for fp32 matrix products (TF32), a fold is never truncated. A device
+that has a kernel for it folds in one launch: whoever knows kernels hands one over with fold_with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,17 @@ def affine(
     if matrix.is_cuda and matrix.dtype == torch.float32:
         return (boundary.double() + matrix.double() @ state.double()).float()
     return boundary + matrix @ state
+
+
+# boundary, correction, links, first, num_out -> states, or None where it cannot; see ChainFold.
+DeviceFold = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], "torch.Tensor | None"]
+_device_fold: DeviceFold | None = None
+
+
+def fold_with(fold: DeviceFold) -> None:
+    """Try `fold` first in every forward fold. Arguments: boundary, correction, ChainFold's links, first and num_out."""
+    global _device_fold
+    _device_fold = fold
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,10 +68,16 @@ class Link:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChainFold:
-    """A fold prepared on the host: the steps of a set of chains and the number of rows that come out."""
+    """A fold prepared on the host: the steps of a set of chains and the number of rows that come out.
+
+    The same once more for kernels, chain by chain: links int32 [links, 3], rows of boundary and correction and the
+    output row or -1; first int32 [chains + 1], where chains begin.
+    """
 
     steps: tuple[Step, ...]
     num_out: int
+    links: torch.Tensor
+    first: torch.Tensor
 
     @classmethod
     def of(cls, chains: Sequence[Sequence[Link]], num_out: int, device: torch.device | str = "cpu") -> ChainFold:
@@ -79,10 +97,25 @@ class ChainFold:
                     _rows([target for _, target in kept], device),
                 )
             )
-        return cls(tuple(steps), num_out)
+        rows = [
+            (
+                link.source,
+                -1 if link.correction is None else link.correction,
+                -1 if link.target is None else link.target,
+            )
+            for chain in ordered
+            for link in chain
+        ]
+        ends = torch.tensor([0, *map(len, ordered)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        links = torch.tensor(rows, dtype=torch.int32).reshape(-1, 3)
+        return cls(tuple(steps), num_out, links.to(device), ends.to(device))
 
     def __call__(self, boundary: torch.Tensor, correction: torch.Tensor, *, adjoint: bool = False) -> torch.Tensor:
         """Run the fold. boundary [rows, H, K, V], correction [rows, H, K, K] -> states [num_out, H, K, V]."""
+        if _device_fold is not None and not adjoint:
+            folded = _device_fold(boundary, correction, self.links, self.first, self.num_out)
+            if folded is not None:
+                return folded
         out = boundary.new_zeros(self.num_out, *boundary.shape[1:])
         state = None
         for step in self.steps:

@@ -15,6 +15,7 @@ SUBCOMMANDS = {
     "doctor": "show versions, devices, compiler and communication, and which backend would run and why",
     "verify": "run one step in parallel and compare it with one rank and with the fp64 per-token oracle",
     "warm-up": "compile the kernels of a model ahead of time, with or without a GPU",
+    "bench": "time the op beside its peers and beside what the device allows",
     "train": "train a small byte-level language model with its sequence sharded over ranks",
 }
 

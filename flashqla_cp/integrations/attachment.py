@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -21,14 +21,14 @@ WRAPPED = {"_orig_mod": "torch.compile", "_checkpoint_wrapped_module": "checkpoi
 class Attachment:
     """What a changed module knows.
 
-    names: parameters of its own forward. original: its own class, None where only a hook was added. hook: its handle.
+    names: parameters of its own forward. original: its own class, None where only hooks were added. hooks: handles.
     """
 
     sharding: Sharding
     backend: str
     names: tuple[str, ...]
     original: type[nn.Module] | None = None
-    hook: Any = None
+    hooks: tuple[Any, ...] = ()
 
 
 def swap_class(module: nn.Module, mixin: type[nn.Module], sharding: Sharding, backend: str) -> None:
@@ -40,10 +40,10 @@ def swap_class(module: nn.Module, mixin: type[nn.Module], sharding: Sharding, ba
 
 
 def add_hook(module: nn.Module, hook: Any, sharding: Sharding, backend: str) -> None:
-    """Let hook(module, args, kwargs) -> (args, kwargs) see every call of the module."""
+    """Let hook(module, args, kwargs) -> (args, kwargs), or None to leave them, see every call of the module."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    names = forward_names(module)
-    setattr(module, KEY, Attachment(sharding=sharding, backend=backend, names=names, hook=handle))
+    before = getattr(module, KEY, None) or Attachment(sharding=sharding, backend=backend, names=forward_names(module))
+    setattr(module, KEY, replace(before, hooks=(*before.hooks, handle)))
 
 
 def is_changed(module: nn.Module) -> bool:
@@ -60,8 +60,8 @@ def restore(modules: list[nn.Module]) -> None:
             )
     for module in modules:
         attachment = getattr(module, KEY)
-        if attachment.hook is not None:
-            attachment.hook.remove()
+        for hook in attachment.hooks:
+            hook.remove()
         if attachment.original is not None:
             module.__class__ = attachment.original
         delattr(module, KEY)

@@ -22,6 +22,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_preloaded = ["torch", "torch.distributed", __name__]
+
+
+def preload(*modules: str) -> None:
+    """Let the fork server import these modules too, once for all ranks; of no effect when it runs already."""
+    _preloaded.extend(module for module in modules if module not in _preloaded)
+
 
 def run_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout: float = 60.0
@@ -71,8 +78,8 @@ def run_ranks(
 
 
 def _start_fork_server() -> None:
-    """Start the fork server with torch loaded; a no-op when it runs already."""
-    multiprocessing.set_forkserver_preload(["torch", "torch.distributed", __name__])
+    """Start the fork server with torch and what preload named loaded; a no-op when it runs already."""
+    multiprocessing.set_forkserver_preload(_preloaded)
     before = os.environ.get("PYTHONPATH")
     # The fork server of older Pythons does not inherit sys.path, and a preload that it cannot find is skipped silently.
     os.environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)

@@ -6,16 +6,31 @@ States are [.., HV, V, K], fp32. Letters: T tokens, C chunk, H key heads, HV val
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.launcher import launch
+from flashqla_cp.kernels.host.launcher import launch, machine_of
 from flashqla_cp.kernels.host.tables import Tables
 from flashqla_cp.kernels.spec import KernelSpec, make_spec
+from flashqla_cp.kernels.stages import HEAD_DIMS
 
 EXACT = -24.0  # base-2 logarithm of what counts as forgotten: fp32 rounding
+
+
+@cache
+def _spec(
+    stage: str,
+    arch: Arch,
+    dims: tuple[tuple[str, int], ...] = (),
+    dtypes: tuple[tuple[str, torch.dtype], ...] = (),
+    **flags: bool,
+) -> KernelSpec:
+    """A specialisation by hashable parts: made once, for it is asked for on every launch."""
+    names = {operand: str(dtype).removeprefix("torch.") for operand, dtype in dtypes}
+    return make_spec(stage, arch, dict(dims), names, flags)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -39,12 +54,11 @@ class Inputs:
 
     def spec(self, stage: str, **flags: bool) -> KernelSpec:
         """The specialisation of a stage for these inputs."""
-        ratio = self.v.shape[1] // self.q.shape[1]
-        dims = {"head_dim": self.q.shape[2], "ratio": ratio}
-        dtypes = {"qkv": str(self.q.dtype).removeprefix("torch.")}
+        dims = (("head_dim", self.q.shape[2]), ("ratio", self.v.shape[1] // self.q.shape[1]))
+        dtypes = (("qkv", self.q.dtype),)
         if stage == "solve":
-            dtypes["beta"] = str(self.beta.dtype).removeprefix("torch.")
-        return make_spec(stage, self.arch, dims, dtypes, flags | {"l2norm": self.l2norm})
+            dtypes = (*dtypes, ("beta", self.beta.dtype))
+        return _spec(stage, self.arch, dims, dtypes, **flags, l2norm=self.l2norm)
 
     def numbers(self, *shape: int) -> torch.Tensor:
         """Uninitialised fp32."""
@@ -83,8 +97,7 @@ def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
     """Cumulative log gate of every chunk, base 2: [chunks, HV, C]."""
     heads = x.v.shape[1]
     decay = x.numbers(len(tables.chunks), heads, CHUNK)
-    dtype = str(x.g.dtype).removeprefix("torch.")
-    spec = make_spec("gate_cumsum", x.arch, {}, {"g": dtype}, {"gate": x.A_log is not None})
+    spec = _spec("gate_cumsum", x.arch, (), (("g", x.g.dtype),), gate=x.A_log is not None)
     A_log = decay.view(-1)[:1] if x.A_log is None else x.A_log
     dt_bias = A_log if x.dt_bias is None else x.dt_bias
     launch(spec, x.g, tables.chunks, A_log, dt_bias, decay)
@@ -132,9 +145,8 @@ def affine_chain(
 ) -> torch.Tensor:
     """States behind the segments that something follows, [rows, HV, V, K]: boundary itself unless `apart`."""
     carried = torch.empty_like(maps.boundary) if apart else maps.boundary
-    spec = make_spec(
-        "affine_chain", x.arch, {"head_dim": x.q.shape[2]}, {}, {"initial_state": entries is not None, "apart": apart}
-    )
+    dims = (("head_dim", x.q.shape[2]),)
+    spec = _spec("affine_chain", x.arch, dims, initial_state=entries is not None, apart=apart)
     launch(
         spec, tables.links, maps.correction, maps.corrects, *_entries(entries, carried, tables), maps.boundary, carried
     )
@@ -147,8 +159,9 @@ def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -
     carried = torch.empty_like(maps.boundary)
     width = x.q.shape[2]
     final_correction = x.numbers(tables.num_chains, x.v.shape[1], width, width)
-    flags = {"initial_state": entries is not None, "apart": True, "final_correction": True}
-    spec = make_spec("affine_chain", x.arch, {"head_dim": width}, {}, flags)
+    entered = entries is not None
+    dims = (("head_dim", width),)
+    spec = _spec("affine_chain", x.arch, dims, initial_state=entered, apart=True, final_correction=True)
     launch(
         spec,
         tables.links,
@@ -200,5 +213,25 @@ def _entries(entries: Entries | None, stand_in: torch.Tensor, tables: Tables) ->
 
 def clear_rows(o: torch.Tensor, end: torch.Tensor, arch: Arch) -> None:
     """Zeros in the rows of o [T, HV, V] from the last of `end` on."""
-    spec = make_spec("clear_rows", arch, {}, {"x": str(o.dtype).removeprefix("torch.")})
-    launch(spec, end, o.view(len(o), -1))
+    launch(_spec("clear_rows", arch, (), (("x", o.dtype),)), end, o.view(len(o), -1))
+
+
+def fold(
+    boundary: torch.Tensor, correction: torch.Tensor, links: torch.Tensor, first: torch.Tensor, num_out: int
+) -> torch.Tensor | None:
+    """States [num_out, h, K, V] of a fold along chains, or None where no kernel takes these tensors.
+
+    boundary [rows, h, K, V], correction [corrections, h, K, K]; links int32 [links, 3]: rows of boundary and
+    correction, and the output row or -1; first int32 [chains + 1]: where chains begin.
+    """
+    arch, _ = machine_of(boundary.device)
+    key_dim, value_dim = boundary.shape[2:]
+    if arch is None or boundary.dtype != torch.float32 or key_dim != value_dim or key_dim not in HEAD_DIMS:
+        return None
+    out = boundary.new_zeros(num_out, *boundary.shape[1:])
+    if len(first) > 1 and boundary.shape[1]:
+        boundary, correction = boundary.contiguous(), correction.contiguous()
+        if not len(correction):
+            correction = boundary[:1]
+        launch(_spec("fold", arch, (("head_dim", key_dim),)), boundary, correction, links, first, out)
+    return out

@@ -56,7 +56,7 @@ class Tables:
         known; processors: multiprocessors to keep busy.
         """
         chains = len(start)
-        most = segment_chunks(num_tokens, chains, num_v_heads, processors)
+        most = segment_chunks(num_tokens, num_v_heads, processors)
         chunks = num_tokens // CHUNK + chains
         reach = num_tokens if longest is None else longest
         divided = -(-reach // CHUNK) > most or emits is not None
@@ -93,7 +93,7 @@ def tables_of_batch(
 ) -> Tables:
     """Tables of `batch` documents of one length. Made of nothing but these numbers, so they may be kept."""
     with torch.inference_mode(False):
-        ends = torch.arange(batch + 1, dtype=torch.int32).mul_(length).to(device)
+        ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
         return Tables.of(
             ends[:-1],
             ends[1:],
@@ -106,5 +106,6 @@ def tables_of_batch(
 
 
 def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int32 numbers on a device."""
-    return torch.tensor(values, dtype=torch.int32).to(device, non_blocking=True)
+    """int32 numbers on a device, without waiting for it."""
+    host = torch.tensor(values, dtype=torch.int32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

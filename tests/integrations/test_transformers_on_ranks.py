@@ -20,6 +20,7 @@ from tiny_transformers import (
     HYBRID,
     LINEAR,
     OFFSETS,
+    broken,
     errors,
     expected,
     families,
@@ -29,8 +30,7 @@ from tiny_transformers import (
     token_loss,
 )
 
-import flashqla_cp.integrations.transformers as plugin
-from flashqla_cp import build_cp_context, causal_conv1d, chunk_gated_delta_rule
+from flashqla_cp import build_cp_context
 from flashqla_cp.active import active_context
 from flashqla_cp.integrations.transformers import enable_context_parallel, use_context
 from flashqla_cp.parallel.context import CPContext
@@ -208,28 +208,6 @@ def reduced_gradients(model: Any, fsdp: str) -> dict[str, torch.Tensor]:
             dist.all_reduce(gradient)
         found[name.replace("_checkpoint_wrapped_module.", "")] = gradient
     return found
-
-
-@contextlib.contextmanager
-def broken(what: str) -> Any:
-    """Run the layers without one of the two things that travel between ranks."""
-
-    def alone(function: Any) -> Any:
-        def run(*args: Any, cp_context: CPContext, **kwargs: Any) -> Any:
-            return function(*args, **kwargs | {"cu_seqlens": cp_context.cu_seqlens_cpu})
-
-        return run
-
-    names = {"state": "chunk_gated_delta_rule", "halo": "causal_conv1d"}
-    if not what:
-        yield
-        return
-    original = {"state": chunk_gated_delta_rule, "halo": causal_conv1d}[what]
-    setattr(plugin, names[what], alone(original))
-    try:
-        yield
-    finally:
-        setattr(plugin, names[what], original)
 
 
 class GatherRows(torch.autograd.Function):

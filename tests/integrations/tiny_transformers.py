@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 from itertools import pairwise
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import flashqla_cp.integrations.transformers as plugin
+from flashqla_cp import causal_conv1d, chunk_gated_delta_rule
+from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.testing.metrics import relative_l2
 
 OFFSETS = [0, 7, 30, 96]
@@ -124,3 +128,25 @@ def errors(
     assert set(found) == set(wanted[1])
     scores = {name: relative_l2(found[name], gradient) for name, gradient in wanted[1].items()}
     return {"loss": abs(loss - wanted[0]) / wanted[0]} | scores
+
+
+@contextlib.contextmanager
+def broken(what: str) -> Any:
+    """Run the layers without one of the two things that travel between ranks."""
+
+    def alone(function: Any) -> Any:
+        def run(*args: Any, cp_context: CPContext, **kwargs: Any) -> Any:
+            return function(*args, **kwargs | {"cu_seqlens": cp_context.cu_seqlens_cpu})
+
+        return run
+
+    names = {"state": "chunk_gated_delta_rule", "halo": "causal_conv1d"}
+    if not what:
+        yield
+        return
+    original = {"state": chunk_gated_delta_rule, "halo": causal_conv1d}[what]
+    setattr(plugin, names[what], alone(original))
+    try:
+        yield
+    finally:
+        setattr(plugin, names[what], original)

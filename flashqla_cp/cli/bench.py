@@ -1,0 +1,291 @@
+"""`flashqla-cp bench`: times of the op beside those of its peers, and beside what the device allows.
+
+On a GPU it runs the kernels; on a CPU the torch backend at small sizes, which tests the command and says nothing about
+kernels. An op whose o is further from an fp64 result than its bar is not timed. The exit code is 0 if every case of
+this library was timed, 1 if one was refused or failed, and 2 if none could be timed: options that cannot work here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flashqla_cp.cli import bench_report
+from flashqla_cp.cli.bench_contenders import OURS, Contender, Peer, contenders, find_peers
+from flashqla_cp.cli.bench_report import Report, format_head, format_table
+from flashqla_cp.cli.bench_timing import Ceilings, cost, first_line, measure
+from flashqla_cp.cli.verify import BARS
+from flashqla_cp.kernels.backend import Sizes, explain, select
+from flashqla_cp.testing.workload import REGIMES, Workload, relative_error
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BAR = BARS["bfloat16"]["o"]
+TIMES, WORST = ("eager_ms", "graph_ms", "host_us", "peak_mib"), ("o_error", "first_call_s")
+SCORED = 8192  # tokens up to which every draw is compared with fp64; of longer cases the first one is
+
+# What is run unless options say otherwise, on a GPU and on a CPU, and with --quick.
+SIZES: dict[str, dict[str, Any]] = {
+    "cuda": {"tokens": [8192, 32768, 65536], "heads": [16, 32], "head_dim": 128, "draws": 3},
+    "cpu": {"tokens": [512, 1024], "heads": [2, 4], "head_dim": 64, "draws": 1},
+}
+GATES = ["init", "mixed", "weak"]
+QUICK: dict[str, dict[str, Any]] = {
+    "cuda": {"tokens": [8192], "draws": 1, "gates": ["init", "mixed"]},
+    "cpu": {"tokens": [128], "draws": 1, "gates": ["init", "mixed"]},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is to run and where: options with every default filled in; backend: which one runs, and why."""
+
+    options: dict[str, Any]
+    device: torch.device
+    direction: str
+    backend: str
+
+    def workload(self, tokens: int, gates: str) -> Workload:
+        sizes = {name: self.options[name] for name in ("documents", "heads", "v_heads", "head_dim")}
+        return Workload(tokens=tokens, gates=gates, dtype=DTYPES[self.options["dtype"]], **sizes)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this subcommand's options to `parser`."""
+    cuda, cpu = SIZES["cuda"], SIZES["cpu"]
+
+    def default(name: str) -> str:
+        return f"(default {' '.join(map(str, _list(cuda[name])))}; on a CPU {' '.join(map(str, _list(cpu[name])))})"
+
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", metavar="T", help=f"lengths of the stream {default('tokens')}")
+    add("--gates", nargs="+", choices=tuple(REGIMES), help=f"regimes of the gates (default {' '.join(GATES)})")
+    add("--heads", type=int, nargs=2, metavar=("H", "HV"), help=f"key and value heads {default('heads')}")
+    add("--head-dim", type=int, metavar="D", help=f"size of a head {default('head_dim')}")
+    add("--draws", type=int, metavar="N", help=f"seeds of a case; medians are reported {default('draws')}")
+    add("--documents", type=int, default=1, metavar="N", help="documents of equal length in the stream (default 1)")
+    add("--middle-rank", type=int, metavar="P", help="also a middle rank of P that holds T tokens, without the others")
+    add("--direction", choices=("forward", "backward"), default="forward", help="what is timed (default forward)")
+    add("--peers", choices=("auto", "none"), default="auto", help="flash_qla and fla, where they can be imported")
+    add("--dtype", choices=tuple(DTYPES), default="bf16", help="of q, k and v (default bf16)")
+    add("--backend", choices=("auto", "tilelang", "torch"), default="auto", help="the op's argument (default auto)")
+    add("--json", type=Path, metavar="PATH", help="file for everything that was measured, kept up to date")
+    add("--plot", type=Path, metavar="PATH", help="file for a picture of the times, .png or another ending")
+    add("--quick", action="store_true", help="one short case for each of two gates, where options do not say more")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Time what was asked for and print it; return 0, 1 if a case of this library has no times, 2 if none could run."""
+    try:
+        request, notes = _read_options(args)
+        peers, absent = find_peers() if args.peers == "auto" else ({}, {})
+    except (ValueError, RuntimeError) as error:
+        print(f"bench: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    ceilings = Ceilings.of(request.device)
+    report: Report = {
+        "head": bench_report.head(request.options, request.device, request.backend, absent, notes),
+        "ceilings": ceilings.described(),
+        "cases": [],
+    }
+    print(format_head(report), flush=True)
+    run_cases(request, peers, ceilings, report, lambda: _write(args.json, report))
+    if args.plot is not None:
+        bench_report.draw_plot(report, args.plot)
+    print(f"\n{format_table(report)}", flush=True)
+    ours = [result for case in report["cases"] for result in case["results"] if result["name"] == OURS]
+    return 1 if any(result["eager_ms"] is None for result in ours) else 0
+
+
+def run_cases(
+    request: Request, peers: dict[str, Peer], ceilings: Ceilings, report: Report, keep: Callable[[], None]
+) -> None:
+    """Add the cases to the report, one by one, and call `keep` after each."""
+    from tqdm import tqdm
+
+    options = request.options
+    works = [request.workload(tokens, gates) for gates in options["gates"] for tokens in options["tokens"]]
+    ops = (1 + len(peers)) * (2 if options["middle_rank"] else 1)
+    total = len(works) * options["draws"] * ops
+    with tqdm(total=total, unit="op", file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
+        for work in works:
+            field = contenders(work, options["middle_rank"], options["backend"], peers, request.device)
+            draws: list[list[dict[str, Any]]] = [[] for _ in field]
+            for seed in range(options["draws"]):
+                tensors = work.draw(seed, request.device)
+                scored = seed == 0 or work.tokens <= SCORED
+                for middle in (False, True) if options["middle_rank"] else (False,):
+                    repeats = 1 + options["middle_rank"] // 2 if middle else 1
+                    expected = work.expected(tensors, repeats) if scored else None
+                    for contender, rows in zip(field, draws, strict=True):
+                        if contender.middle != middle:
+                            continue
+                        bar.set_description(f"{work.tokens} {work.gates} {contender.name}")
+                        if _trouble(rows) is None:  # what was wrong once need not be timed
+                            rows.append(_time(contender, tensors, expected, request))
+                        bar.update()
+            report["cases"].append(_case(work, field, draws, ceilings, request.direction))
+            keep()
+
+
+def _time(
+    contender: Contender, tensors: tuple[torch.Tensor, ...], expected: torch.Tensor | None, request: Request
+) -> dict[str, Any]:
+    """One contender's numbers for one draw, or why there are none."""
+    row: dict[str, Any] = dict.fromkeys((*TIMES, *WORST))
+    try:
+        began = time.perf_counter()
+        with torch.no_grad():
+            if contender.check is not None and expected is not None:
+                row["o_error"] = relative_error(contender.check(*tensors), expected)
+                row["first_call_s"] = time.perf_counter() - began
+                if contender.strict and not row["o_error"] <= BAR:
+                    return row | {"refused": f"not timed: o is off by {row['o_error']:.1e}, allowed are {BAR:.0e}"}
+            if request.direction == "forward":
+                contender.call(*tensors)  # compiles or tunes, if something still has to
+                return row | measure(lambda: contender.call(*tensors), request.device)
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        o = contender.call(*leaves)
+        upstream = torch.randn_like(o)
+        return row | measure(lambda: torch.autograd.grad(o, leaves, upstream, retain_graph=True), request.device)
+    except Exception as error:  # one op that cannot run a case must not cost the others' numbers
+        return row | {"failed": first_line(error)}
+    finally:
+        if request.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _trouble(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The draw that was refused or failed, if one was."""
+    return next((row for row in rows if "refused" in row or "failed" in row), None)
+
+
+def _case(
+    work: Workload,
+    field: list[Contender],
+    draws: list[list[dict[str, Any]]],
+    ceilings: Ceilings,
+    direction: str,
+) -> dict[str, Any]:
+    """A case of the report from the numbers of its draws, one list for each contender."""
+    traffic, operations = cost(work, direction)
+    results = []
+    for contender, rows in zip(field, draws, strict=True):
+        result: dict[str, Any] = {"name": contender.name, "middle_rank": contender.middle, "draws": rows}
+        troubled = _trouble(rows)
+        reasons = [row for row in rows if "graph_failed" in row] if troubled is None else [troubled]
+        result |= {key: row[key] for row in reasons for key in ("refused", "failed", "graph_failed") if key in row}
+        for name in TIMES:
+            values = [row[name] for row in rows]
+            result[name] = None if troubled or None in values else statistics.median(values)
+        for name in WORST:
+            result[name] = max((row[name] for row in rows if row[name] is not None), default=None)
+        results.append(result)
+    for result in results:
+        result["ratios"], result["over_alone"] = _comparisons(result, results)
+    return {
+        "tokens": work.tokens,
+        "gates": work.gates,
+        "documents": work.documents,
+        "floor_ms": ceilings.floor_ms(work, direction),
+        "bytes": traffic,
+        "operations": operations,
+        "results": results,
+    }
+
+
+def _comparisons(
+    mine: dict[str, Any], results: list[dict[str, Any]]
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """For this library's results, how many times as long each other op takes; for a middle rank's, how many times as
+    long it takes as the same op takes for the same tokens without ranks. Each "eager" and, if there, "graph"."""
+
+    def over(upper: dict[str, Any], lower: dict[str, Any]) -> dict[str, float]:
+        pairs = {way: (upper[f"{way}_ms"], lower[f"{way}_ms"]) for way in ("eager", "graph")}
+        return {way: above / below for way, (above, below) in pairs.items() if above is not None and below is not None}
+
+    ratios, over_alone = {}, {}
+    for other in results:
+        if other["name"] == mine["name"]:
+            if mine["middle_rank"] and not other["middle_rank"]:
+                over_alone = over(mine, other)
+        elif mine["name"] == OURS and other["middle_rank"] == mine["middle_rank"] and over(other, mine):
+            ratios[other["name"]] = over(other, mine)
+    return ratios, over_alone
+
+
+def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:
+    """Fill in defaults and refuse what cannot work: ValueError, or what select raises. Also notes for the reader."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    quick = QUICK[device.type] if args.quick else {}
+    defaults = {"gates": GATES} | SIZES[device.type] | quick
+    given = {name: value if (value := getattr(args, name)) is not None else defaults[name] for name in defaults}
+    heads, v_heads = given.pop("heads")
+    middle_rank, documents = args.middle_rank, args.documents
+    numbers = {"--tokens": given["tokens"], "--heads": [heads, v_heads], "--head-dim": [given["head_dim"]]}
+    for option, values in (numbers | {"--draws": [given["draws"]], "--documents": [documents]}).items():
+        for value in values:
+            if value < 1:
+                raise ValueError(f"{option}: got {value}, expected a positive integer")
+    if v_heads % heads:
+        raise ValueError(f"--heads: got {heads} {v_heads}, expected HV a multiple of H")
+    for tokens in given["tokens"]:
+        if tokens % documents:
+            raise ValueError(f"--documents: got {documents} for {tokens} tokens, expected a divisor")
+    if middle_rank is not None and middle_rank < 3:
+        raise ValueError(f"--middle-rank: got {middle_rank}, expected at least 3 ranks, so that one has two neighbours")
+    if middle_rank is not None and documents > 1:
+        raise ValueError(f"--documents: got {documents} with --middle-rank, expected 1: a rank inside one document")
+    _check_files(args)
+    dims = dict.fromkeys(("head_k_dim", "head_v_dim"), given["head_dim"])
+    sizes = Sizes(dtype=DTYPES[args.dtype], num_heads=heads, num_v_heads=v_heads, **dims)
+    kernels = select(args.backend, device, needs_grad=False, sizes=sizes)
+    notes, direction = [], args.direction
+    if device.type == "cpu":
+        notes.append("no GPU: the torch backend at small sizes, which tests this command and says nothing of kernels")
+    if direction == "backward" and kernels is not None:
+        try:
+            select("tilelang", device, needs_grad=True, sizes=sizes)
+        except NotImplementedError:
+            notes.append(f"there are no backward kernels for {kernels.arch.name} yet: the forward is timed instead")
+            direction = "forward"
+    options = given | {"heads": heads, "v_heads": v_heads, "documents": documents, "middle_rank": middle_rank}
+    options |= {"direction": direction, "dtype": args.dtype, "backend": args.backend, "peers": args.peers}
+    backend = _backend_text(args.backend, device, kernels is not None, sizes)
+    return Request(options=options, device=device, direction=direction, backend=backend), notes
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    for option, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+            raise ValueError(f"{option}: got {str(path)!r}, expected a file in a folder that can be written to")
+    if args.plot is not None and find_spec("matplotlib") is None:
+        raise ValueError("--plot: needs matplotlib, which is not installed: pip install 'flashqla-cp[train]'")
+
+
+def _backend_text(asked: str, device: torch.device, has_kernels: bool, sizes: Sizes) -> str:
+    """The backend that runs, and the reason."""
+    runs = "tilelang" if has_kernels else "torch"
+    if asked != "auto":
+        return f"{runs}, as asked for"
+    name, reason = explain(device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" else None)
+    return f"{runs}: {reason if name == runs else sizes.refusal()}"
+
+
+def _write(path: Path | None, report: Report) -> None:
+    if path is not None:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

@@ -1,0 +1,51 @@
+"""The public op on emulated kernels and several ranks: maps of fragments, exchanged over gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_op_emulated import emulation, inputs_of
+
+from flashqla_cp import build_cp_context, chunk_gated_delta_rule
+from flashqla_cp.testing.metrics import relative_l2, worst_after_cuts
+from flashqla_cp.testing.oracle import gated_delta_rule_oracle
+from flashqla_cp.testing.spawn import run_ranks
+
+STATES = torch.randn(5, 2, 128, 128, generator=torch.Generator().manual_seed(1))
+
+
+def _sharded(rank, arch, offsets, layout, gates, exchange):
+    torch.set_num_threads(1)
+    context = build_cp_context(torch.tensor(offsets), dist.group.WORLD, layout=layout, exchange=exchange)
+    local = [context.shard(x) for x in inputs_of(offsets[-1], 1, 2, 128, gates)]
+    with emulation(arch, races=False), torch.no_grad():
+        o, states = chunk_gated_delta_rule(
+            *local,
+            initial_state=STATES[: len(offsets) - 1],
+            output_final_state=True,
+            cp_context=context,
+            backend="tilelang",
+        )
+    return context.unshard(o), states, [start for owned in context.plan.ranges for start, _ in owned]
+
+
+@pytest.mark.parametrize(
+    ("offsets", "layout", "gates", "exchange"),
+    (
+        ([0, 700], "contiguous", "zero", "allgather"),
+        ([0, 130, 130, 600], "zigzag", "mixed", "sharded"),
+    ),
+)
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+def test_three_ranks_against_the_oracle(arch, offsets, layout, gates, exchange):
+    results = run_ranks(_sharded, 3, arch, offsets, layout, gates, exchange, timeout=600.0)
+    o, _, cuts = results[0]
+    expected, states = gated_delta_rule_oracle(
+        *(x.double() for x in inputs_of(offsets[-1], 1, 2, 128, gates)),
+        initial_state=STATES[: len(offsets) - 1].double(),
+        cu_seqlens=torch.tensor(offsets),
+    )
+    assert relative_l2(o, expected) <= 5e-3
+    assert worst_after_cuts(o, expected, cuts) <= 5e-3
+    assert relative_l2(sum(result[1] for result in results), states) <= 5e-3

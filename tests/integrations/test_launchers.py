@@ -1,0 +1,61 @@
+"""launch/single_node.sh and launch/slurm.sbatch start the training program on two ranks, which learn like one."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+SMALL = "--device cpu --steps 3 --seq-len 128 --hidden-size 32 --num-layers 2 --head-dim 16 --no-plot".split()
+# What Slurm's own commands do here: name the nodes of the job, and start one task on each, with its number.
+SLURM = {
+    "scontrol": '[ "$*" = "show hostnames first,second" ] && printf "%s\\n" 127.0.0.1 second',
+    "srun": """
+        [ "$1" = --kill-on-bad-exit=1 ] && shift
+        SLURM_NODEID=1 "$@" & second=$!
+        SLURM_NODEID=0 "$@" && wait $second
+    """,
+}
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Variables of a shell that finds this Python's programs, and the above for Slurm's."""
+    for name, text in SLURM.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def train(command: list[str], out: Path, environment: dict[str, str]) -> list[float]:
+    """The losses that the program logs."""
+    command = [*command, *SMALL, "--out", str(out)]
+    ran = subprocess.run(command, cwd=LAUNCH.parent, env=environment, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    lines = (out / "log.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_two_ranks_train_like_one(environment: dict[str, str], tmp_path: Path) -> None:
+    alone = train([sys.executable, "launch/train.py"], tmp_path / "alone", environment)
+    two = ["--cp", "2"]
+    node = train(["bash", "launch/single_node.sh", *two], tmp_path / "node", environment | {"RANKS": "2"})
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "first,second", "SLURM_NNODES": "2"}
+    slurm = train(["bash", "launch/slurm.sbatch", *two], tmp_path / "slurm", environment | job)
+    assert len(alone) == 3 and alone[2] != alone[0]
+    assert node == pytest.approx(alone, rel=1e-5)
+    assert slurm == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_failure_of_the_program_is_one_of_the_job(environment: dict[str, str]) -> None:
+    job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "first,second", "SLURM_NNODES": "2"}
+    command = ["bash", str(LAUNCH / "slurm.sbatch"), "--cp", "3"]
+    ran = subprocess.run(command, cwd=LAUNCH.parent, env=environment | job, capture_output=True, text=True, timeout=300)
+    assert ran.returncode != 0
+    assert "--cp: got 3" in ran.stderr

@@ -1,0 +1,231 @@
+"""`flashqla-cp bench`: options, what is written, what is refused, the stand-ins for peers."""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_bench_contenders import workload
+from test_bench_report import REPORT
+
+from flashqla_cp.cli import bench, bench_contenders, bench_timing
+from flashqla_cp.cli.bench_contenders import contenders, find_peers
+from flashqla_cp.cli.main import build_parser, main
+from flashqla_cp.kernels.arch import arch_by_name
+from flashqla_cp.kernels.host import launcher
+from flashqla_cp.op import chunk_gated_delta_rule
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(bench_timing, "CPU_SECONDS", 0.0)
+
+
+@pytest.fixture
+def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "find_peers", lambda: ({}, {"fla": "ModuleNotFoundError: No module named 'fla'"}))
+
+
+def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_peers: None) -> None:
+    pytest.importorskip("matplotlib")
+    files = ["--json", str(tmp_path / "bench.json"), "--plot", str(tmp_path / "bench.png")]
+    assert main(["bench", "--quick", "--draws", "2", "--middle-rank", "3", *files]) == 0
+    out, error = capsys.readouterr()
+    for words in (
+        "flashqla-cp bench, 20",
+        "torch 2.",
+        "gates      mixed: every fourth head",
+        "rank       1 of 3",
+        "no GPU",
+    ):
+        assert words in out
+    assert "absent     fla: ModuleNotFoundError" in out and "128 mixed flashqla_cp" in error
+    rows = [line.split()[1:3] for line in out.splitlines()[-4:]]
+    assert rows == [[gates, "flashqla_cp"] for gates in ("init", "init", "mixed", "mixed")]
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert report["head"]["options"]["tokens"] == [128] and report["head"]["backend"].startswith("torch: ")
+    assert report["ceilings"]["product_dtype"] == "float32" and report["ceilings"]["copy_gb_per_s"] > 0
+    assert [case["gates"] for case in report["cases"]] == ["init", "mixed"]
+    for case in report["cases"]:
+        assert case["floor_ms"] > 0 and [r["middle_rank"] for r in case["results"]] == [False, True]
+        for result in case["results"]:
+            assert 0 < result["o_error"] < bench.BAR and len(result["draws"]) == 2
+            assert result["eager_ms"] == pytest.approx(sum(draw["eager_ms"] for draw in result["draws"]) / 2)
+        alone, middle = case["results"]
+        assert middle["over_alone"] == {"eager": pytest.approx(middle["eager_ms"] / alone["eager_ms"])}
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ("--tokens 0", "--tokens: got 0, expected a positive integer"),
+        ("--draws -1", "--draws: got -1"),
+        ("--head-dim 0", "--head-dim: got 0"),
+        ("--heads 2 3", "--heads: got 2 3, expected HV a multiple of H"),
+        ("--documents 3 --tokens 128", "--documents: got 3 for 128 tokens, expected a divisor"),
+        ("--middle-rank 2", "--middle-rank: got 2, expected at least 3"),
+        ("--middle-rank 8 --documents 2", "--documents: got 2 with --middle-rank"),
+        ("--json no/such/folder/x.json", "--json: got 'no/such/folder/x.json', expected a file in a folder"),
+        ("--backend tilelang", 'backend: "tilelang" cannot run here'),
+    ],
+)
+def test_options_that_cannot_work_are_one_line_and_exit_code_2(
+    options: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *options.split()]) == 2
+    out, error = capsys.readouterr()
+    assert not out and error.startswith(f"bench: error: {text}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("fault", ["wrong", "nan", "raises"])
+def test_a_wrong_result_is_not_timed(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_peers: None
+) -> None:
+    def op(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        if fault == "raises":
+            raise RuntimeError("no such kernel\nand more")
+        o, _ = chunk_gated_delta_rule(*tensors, **options)
+        return (o * 1.02 if fault == "wrong" else o.fill_(float("nan"))), None
+
+    def timed(*_: object) -> None:
+        raise AssertionError("timed")
+
+    monkeypatch.setattr(bench_contenders, "chunk_gated_delta_rule", op)
+    monkeypatch.setattr(bench, "measure", timed)
+    assert main(["bench", "--quick", "--gates", "weak", "--draws", "2", "--json", str(tmp_path / "x.json")]) == 1
+    row = capsys.readouterr().out.splitlines()[-1]
+    said = {"wrong": "not timed: o is off by 2.0e-02, allowed are 5e-03", "nan": "not timed: o is off by nan"}
+    assert said.get(fault, "RuntimeError: no such kernel") in row and "and more" not in row
+    (result,) = json.loads((tmp_path / "x.json").read_text())["cases"][0]["results"]
+    assert len(result["draws"]) == 1 and result["eager_ms"] is None
+
+
+def test_backward_is_timed_where_there_is_one(capsys: pytest.CaptureFixture[str], no_peers: None) -> None:
+    options = ["--gates", "mixed", "--middle-rank", "3", "--direction", "backward"]
+    assert main(["bench", "--quick", *options]) == 0
+    out = capsys.readouterr().out
+    assert "work       backward" in out and "RuntimeError" not in out
+
+
+def test_forward_is_timed_where_kernels_have_no_backward() -> None:
+    args = build_parser("bench").parse_args(["bench", "--direction", "backward"])
+    with launcher.machine(lambda spec: None, arch_by_name("sm_90a"), 4):
+        request, notes = bench._read_options(args)
+    assert request.direction == request.options["direction"] == "forward"
+    assert "there are no backward kernels for sm_90a yet: the forward is timed instead" in notes
+    assert request.workload(512, "init").heads == 2
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> types.ModuleType:
+    made = types.ModuleType(name)
+    vars(made).update(content)
+    monkeypatch.setitem(sys.modules, name, made)
+    return made
+
+
+class Fields:
+    """A context of a peer: keeps what it is made of."""
+
+    def __init__(self, **fields: Any):
+        self.fields = fields
+
+
+@pytest.fixture
+def exchanges(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
+    """Both peers, made of our op: modules and names as bench_contenders imports them. Their exchange modules."""
+    seen: dict[str, types.ModuleType] = {}
+
+    def op_of(name: str) -> Any:
+        def op(*tensors: torch.Tensor, cp_context: Any = None, **options: Any) -> Any:
+            if cp_context is not None:
+                gathered, _ = seen[name].all_gather_into_tensor(tensors[3], group=cp_context.fields["group"])
+                ranks = cp_context.fields["pre_num_ranks"] + cp_context.fields["post_num_ranks"] + 1
+                assert gathered.shape == (ranks, *tensors[3].shape) and seen[name].dist.get_rank() == ranks // 2
+            return chunk_gated_delta_rule(*tensors, **options)
+
+        return op
+
+    chunk = "flash_qla.ops.gated_delta_rule.chunk"
+    for parent in (
+        "flash_qla.ops",
+        "flash_qla.ops.gated_delta_rule",
+        chunk,
+        f"{chunk}.cp",
+        "fla",
+        "fla.ops",
+        "fla.ops.cp",
+    ):
+        module(monkeypatch, parent)
+    module(monkeypatch, "flash_qla", chunk_gated_delta_rule=op_of("flash_qla"))
+    module(monkeypatch, f"{chunk}.cp.context", FlashQLACPContext=Fields)
+    module(monkeypatch, "fla.ops.cp.context", FLACPContext=Fields)
+    module(monkeypatch, "fla.ops.gated_delta_rule", chunk_gated_delta_rule=op_of("fla"))
+    seen["flash_qla"] = module(monkeypatch, f"{chunk}.cp.preprocess")
+    seen["fla"] = module(monkeypatch, "fla.ops.cp.chunk_delta_h")
+    monkeypatch.setenv("FLA_FLASH_QLA", "0")
+    return seen
+
+
+def test_peers_stand_beside_ours(exchanges: dict[str, types.ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--quick", "--gates", "init", "--middle-rank", "8"]) == 0
+    out = capsys.readouterr().out
+    rows = [line.split(None, 2)[2] for line in out.splitlines()[-6:]]
+    assert "absent" not in out and "Error" not in out
+    assert all("flash_qla takes" in row and "fla takes" in row for row in (rows[0], rows[3])), rows
+    assert rows[4].startswith("flash_qla rank") and "x of flash_qla" in rows[4] and "x of fla" in rows[5]
+    context = find_peers()[0]["flash_qla"].middle_context(128, 8, CPU).fields
+    assert (context["pre_num_ranks"], context["post_num_ranks"], context["is_inter"]) == (4, 3, True)
+    assert context["cu_seqlens"].tolist() == [0, 128] and not context["is_first_rank"] and not context["is_last_rank"]
+
+
+def test_a_peer_that_fails_costs_only_its_own_line(
+    exchanges: dict[str, types.ModuleType], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def context(**_: object) -> None:
+        raise TypeError("unexpected keyword argument 'is_inter'")
+
+    monkeypatch.setattr(sys.modules["flash_qla.ops.gated_delta_rule.chunk.cp.context"], "FlashQLACPContext", context)
+    assert main(["bench", "--quick", "--gates", "init", "--middle-rank", "3"]) == 0
+    rows = capsys.readouterr().out.splitlines()[-6:]
+    assert ["TypeError" in row for row in rows] == [False, False, False, False, True, False]
+
+
+def test_a_call_that_a_graph_cannot_hold_keeps_its_other_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def graph_ms(*_: object) -> float:
+        raise RuntimeError("operation not permitted when stream is capturing\n...")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    for name, value in {"eager_ms": lambda *_: 2.0, "peak_mib": lambda _: 3.0, "graph_ms": graph_ms}.items():
+        monkeypatch.setattr(bench_timing, name, value)
+    found = bench_timing.measure(lambda: None, torch.device("cuda"))
+    assert (found["eager_ms"], found["graph_ms"], found["peak_mib"]) == (2.0, None, 3.0) and found["host_us"] > 0
+    assert found["graph_failed"] == "RuntimeError: operation not permitted when stream is capturing"
+
+
+def test_medians_worst_errors_and_comparisons() -> None:
+    (case,) = copy.deepcopy(REPORT["cases"])
+    ours, theirs, rank, their_rank = case["results"]
+    assert bench._comparisons(ours, case["results"]) == (
+        {"flash_qla": {"eager": pytest.approx(2.0), "graph": pytest.approx(1.5)}},
+        {},
+    )
+    ratios, over_alone = bench._comparisons(rank, case["results"])
+    assert ratios == {} and over_alone == {"eager": pytest.approx(1.25), "graph": pytest.approx(1.1)}
+    assert bench._comparisons(their_rank, case["results"]) == ({}, {})  # it failed
+    assert bench._comparisons(theirs, case["results"]) == ({}, {})
+    numbers = [{"eager_ms": t, "graph_ms": None, "host_us": 9, "peak_mib": 1, "o_error": e, "first_call_s": 0.5}
+               for t, e in ((3.0, 1e-3), (1.0, 4e-3), (2.0, None))]  # fmt: skip
+    field = contenders(workload(), None, "torch", {}, CPU)
+    ceilings = bench_timing.Ceilings(copy_bytes=1e9, operations=1e9, dtype=torch.float32)
+    (result,) = bench._case(workload(), field, [numbers], ceilings, "forward")["results"]
+    assert (result["eager_ms"], result["graph_ms"], result["o_error"]) == (2.0, None, 4e-3)
