@@ -116,7 +116,7 @@ def tensor_memory_columns(arch: Arch, needed: Sequence[int]) -> int:
 
 
 def forward_config(spec: KernelSpec) -> TileConfig:
-    """Launch shape of the forward schedule: workers of 64 value columns, scorers, and the warps that copy and issue."""
+    """Launch shape of the forward schedule: workers, scorers, and the warps that copy and issue."""
     if spec.target.mma == "tcgen05":
         return _sweep_config(spec, 2, True, 3, {"workers": 184, "scorers": 80, "feeders": 64})
     return _sweep_config(spec, 2, True, 3, {"workers": 192, "scorers": 104, "copier": 24})
@@ -147,9 +147,8 @@ def _sweep_config(
         in_tensor_memory = sums + ([] if shared else [elements // 2 for elements in operands])
         columns = tensor_memory_columns(spec.target, [elements // 128 for elements in in_tensor_memory])
     stages = pipeline_stages(spec.target, stage, fixed, most_stages)
-    warpgroups = (
-        2 if spec.target.mma == "tcgen05" else width // 64
-    )  # of workers: sums in tensor memory split as one likes
+    # Of workers. Sums in tensor memory divide among any number of them, those in registers by 64 rows.
+    warpgroups = 2 if spec.target.mma == "tcgen05" else width // 64
     roles = tuple(
         Role(name=name, threads=(warpgroups if name == "workers" else 1) * WARPGROUP, registers=count)
         for name, count in registers.items()

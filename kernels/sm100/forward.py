@@ -8,7 +8,7 @@ tensor memory, and so are left operands for V = 128; for V = 64 they go through 
 
 Roles of a block, which runs one segment of one value head:
 
-    V / 64 warpgroups     what lies between products     wait done, free; arrive given
+    2 warpgroups          what lies between products     wait done, free; arrive given
     1 warpgroup           scores, one chunk ahead:       wait full, arrive ready
                           P = scale (Q K^T) exp(G_i - G_j)
     1 warp                issues the other products      wait ready, given; commit done, free

@@ -10,7 +10,7 @@ then. Segments that nothing follows have no map.
 
 Roles of a block:
 
-    K / 64 warpgroups     what lies between products     wait done, free; arrive given
+    2 warpgroups          what lies between products     wait done, free; arrive given
     1 warpgroup           1 warp copies by TMA           wait free, arrive full
                           1 warp issues the products     wait ready, given; commit done, free
                           2 warps prepare gates, tails   wait full, arrive ready
