@@ -107,8 +107,8 @@ class ChainFold:
             for link in chain
         ]
         ends = torch.tensor([0, *map(len, ordered)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        links = torch.tensor(rows, dtype=torch.int32).reshape(-1, 3)
-        return cls(tuple(steps), num_out, links.to(device), ends.to(device))
+        table = torch.tensor(rows, dtype=torch.int32).reshape(-1, 3)
+        return cls(tuple(steps), num_out, table.to(device), ends.to(device))
 
     def __call__(self, boundary: torch.Tensor, correction: torch.Tensor, *, adjoint: bool = False) -> torch.Tensor:
         """Run the fold. boundary [rows, H, K, V], correction [rows, H, K, K] -> states [num_out, H, K, V]."""
