@@ -60,10 +60,10 @@ def build_forward(spec: KernelSpec):
     def store(out16, o_tile, o, start, end, head, group, thread):
         """One chunk's output. Warpgroups share nothing here: each stores its 64 columns."""
         T.tma_store_wait(0)
-        T.sync_threads(barrier_id=2 + group, arrive_count=128)
+        T.sync_threads(barrier_id=2 + group % 2, arrive_count=128)
         T.copy(out16, o_tile)
         T.fence_proxy_async()
-        T.sync_threads(barrier_id=2 + group, arrive_count=128)
+        T.sync_threads(barrier_id=2 + group % 2, arrive_count=128)
         if start + C <= end:
             T.tma_copy(
                 o_tile[group, 0:C, 0:64],

@@ -30,7 +30,7 @@ class Parameter:
     type: str
 
 
-def resource_faults(kernel: CompiledKernel, most_registers: int | None = None) -> list[str]:
+def resource_faults(kernel: CompiledKernel, most_registers: int | None = None, most_spilled: int = 0) -> list[str]:
     """Spills, shared memory, threads and registers against the architecture's limits."""
     arch, faults = kernel.spec.target, []
     for info in kernel.info()["kernels"]:
@@ -39,7 +39,7 @@ def resource_faults(kernel: CompiledKernel, most_registers: int | None = None) -
         spills = info["spill_store_bytes"] + info["spill_load_bytes"]
         limit = most_registers or arch.max_registers_per_thread
         for what, got, allowed in (
-            ("spilled bytes", spills, 0),
+            ("spilled bytes", spills, most_spilled),
             ("registers per thread", registers, limit),
             ("shared bytes", shared, arch.shared_memory_bytes),
             ("threads", info["threads"], MOST_THREADS),
@@ -298,7 +298,8 @@ def opcodes(kernel: CompiledKernel) -> set[str]:
     return found
 
 
-def all_faults(kernel: CompiledKernel) -> list[str]:
+def all_faults(kernel: CompiledKernel, most_spilled: int = 0) -> list[str]:
     """Everything above that can be wrong."""
-    checks = (resource_faults, barrier_faults, tensor_memory_faults, register_budget_faults)
-    return [fault for check in checks for fault in check(kernel)]
+    checks = (barrier_faults, tensor_memory_faults, register_budget_faults)
+    found = resource_faults(kernel, most_spilled=most_spilled)
+    return found + [fault for check in checks for fault in check(kernel)]

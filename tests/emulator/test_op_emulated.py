@@ -92,18 +92,26 @@ def hold(errors):
     assert max(errors) <= BAR, errors
 
 
+@pytest.mark.parametrize("arch", ARCHES)
+def test_every_kernel_is_clean_at_random(arch):
+    hold(compare(arch, **everything(), schedule="random"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
 @pytest.mark.parametrize("arch", ARCHES)
 def test_every_kernel_is_clean_under_every_schedule(arch, schedule, seed):
     hold(compare(arch, **everything(), schedule=schedule, seed=seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gates", ("init", "zero", "strong"))
 @pytest.mark.parametrize("arch", ARCHES)
 def test_gates_that_forget_and_gates_that_do_not(arch, gates):
     hold(compare(arch, **everything(gates=gates), races=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", (-20.0, -90.0, 0.0, float("-inf")))
 @pytest.mark.parametrize("arch", ARCHES)
 def test_extreme_gates(arch, fill):
@@ -115,7 +123,7 @@ def test_extreme_gates(arch, fill):
     assert relative_l2(o, expected) <= BAR
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", ARCHES[:1])
 def test_ghost_documents_and_foreign_numbers_change_no_bit(arch):
     tensors = inputs_of(300, 1, 2, 128, "weak")
     spoiled = [x.clone() for x in tensors]
@@ -132,7 +140,7 @@ def test_ghost_documents_and_foreign_numbers_change_no_bit(arch):
     assert all(map(torch.equal, *outputs))
 
 
-@pytest.mark.parametrize("arch", ARCHES)
+@pytest.mark.parametrize("arch", ARCHES[:1])
 def test_one_process_without_cuts_has_no_maps(arch):
     """Nothing of the maps where no document is cut; nothing of a rank's final_correction on one process at all."""
     with emulation(arch, races=False) as launched, torch.no_grad():

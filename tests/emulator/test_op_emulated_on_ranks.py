@@ -31,13 +31,14 @@ def _sharded(rank, arch, offsets, layout, gates, exchange):
 
 
 @pytest.mark.parametrize(
-    ("offsets", "layout", "gates", "exchange"),
+    ("arch", "offsets", "layout", "gates", "exchange"),
     (
-        ([0, 700], "contiguous", "zero", "allgather"),
-        ([0, 130, 130, 600], "zigzag", "mixed", "sharded"),
+        pytest.param("sm_90a", [0, 130, 130, 600], "zigzag", "mixed", "sharded"),
+        pytest.param("sm_90a", [0, 700], "contiguous", "zero", "allgather", marks=pytest.mark.slow),
+        pytest.param("sm_100a", [0, 700], "contiguous", "zero", "allgather", marks=pytest.mark.slow),
+        pytest.param("sm_100a", [0, 130, 130, 600], "zigzag", "mixed", "sharded", marks=pytest.mark.slow),
     ),
 )
-@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
 def test_three_ranks_against_the_oracle(arch, offsets, layout, gates, exchange):
     results = run_ranks(_sharded, 3, arch, offsets, layout, gates, exchange, timeout=600.0)
     o, _, cuts = results[0]
