@@ -226,9 +226,13 @@ def build_forward(spec: KernelSpec):
                             for e in T.unroll(8):
                                 square = square + T.cast(part[e], f32) * T.cast(part[e], f32)
                         square = square + T.shfl_xor(square, 1)
+                        T.sync_threads(barrier_id=1, arrive_count=SCORERS)  # the last chunk's norms have been read
                         if row % 2 == 0:
                             q_scale[row // 2] = T.rsqrt(square + L2_EPS)
+                    # Tails are clear, norms are there, and the last chunk's sums have been read.
+                    T.tcgen05_before_thread_sync()
                     T.sync_threads(barrier_id=1, arrive_count=SCORERS)
+                    T.tcgen05_after_thread_sync()
                     issue(q_tile[slot, :, :], k_tile[slot, :, :], score_sum, scored)
                     if row < C:
                         query = T.alloc_var(f32, init=scale)
@@ -251,11 +255,7 @@ def build_forward(spec: KernelSpec):
                         )
                     T.copy(scores16, p_tile[slot, :, :])
                     T.fence_proxy_async()
-                    T.tcgen05_before_thread_sync()
                     T.mbarrier_arrive(ready[slot])
-                    # The next product overwrites the sums, and its gates the norms, that the others may be reading.
-                    T.sync_threads(barrier_id=1, arrive_count=SCORERS)
-                    T.tcgen05_after_thread_sync()
                     slot = slot + 1
                     if slot == STAGES:
                         slot = 0
