@@ -121,6 +121,10 @@ def run(args: argparse.Namespace) -> int:
     size = world_size()
     try:
         device = choose_device(args.device)
+        if min(args.cp, args.rows, args.row_tokens) < 1:
+            raise ValueError(
+                f"got --cp {args.cp}, --rows {args.rows}, --row-tokens {args.row_tokens}; expected numbers above 0"
+            )
         if size % args.cp or args.rows % (size // args.cp) or args.row_tokens % (2 * args.cp):
             raise ValueError(
                 f"got --cp {args.cp}, --rows {args.rows}, --row-tokens {args.row_tokens} on {size} processes; expected "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from flashqla_cp.integrations.documents import Sharding
 
 KEY = "flashqla_cp"  # attribute of every module that was changed
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+ATTENTION_WARNING = "model: its full-attention layers"
 _subclasses: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 WRAPPED = {"_orig_mod": "torch.compile", "_checkpoint_wrapped_module": "checkpoint wrapping"}
 
@@ -109,3 +111,18 @@ def _subclass(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Modu
         namespace = {"__module__": original.__module__, "__doc__": mixin.__doc__}
         _subclasses[mixin, original] = type(original.__name__, (mixin, original), namespace)
     return _subclasses[mixin, original]
+
+
+def warn_of_attention(model: nn.Module) -> None:
+    """Warn of full-attention modules: nothing here shards them, and on the rows of one rank they are silently wrong."""
+    found = []
+    for name, module in model.named_modules():
+        called_so = any("Attention" in cls.__name__ for cls in type(module).__mro__)
+        if called_so and {"q_proj", "k_proj"} <= set(module._modules):
+            found.append(name)
+    if found:
+        warnings.warn(
+            f"{ATTENTION_WARNING} ({len(found)} modules, the first {found[0]!r}) are left alone and see this rank's "
+            "rows only; give them a context parallelism of their own, such as Ulysses or ring attention",
+            stacklevel=3,
+        )

@@ -13,6 +13,7 @@ over the data-parallel and sequence-parallel ranks together, and nothing here re
 from __future__ import annotations
 
 import sys
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch import nn
 
 from flashqla_cp.active import use_context
 from flashqla_cp.integrations import transformers as plugin
-from flashqla_cp.integrations.attachment import KEY, add_hook
+from flashqla_cp.integrations.attachment import ATTENTION_WARNING, KEY, add_hook
 from flashqla_cp.integrations.transformers import disable_context_parallel
 from flashqla_cp.parallel.comm import Comm
 
@@ -114,7 +115,9 @@ def enable_context_parallel(
     attention = {} if group is None or dist.get_world_size(group) == 1 else _find_attention(model)
     if attention and layout != "contiguous":
         raise ValueError(f"layout: got {layout!r} for a model with full attention, Ulysses takes 'contiguous' only")
-    num_layers = plugin.enable_context_parallel(model, group, layout=layout, exchange=exchange, backend=backend)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ATTENTION_WARNING)  # Ulysses shards them, as checked above
+        num_layers = plugin.enable_context_parallel(model, group, layout=layout, exchange=exchange, backend=backend)
     known = next(getattr(module, KEY) for module in model.modules() if hasattr(module, KEY))
     add_hook(model, _check_groups, known.sharding, backend)
     for module in attention.values():

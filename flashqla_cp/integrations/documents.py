@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -250,3 +251,22 @@ def _as_rows(given: torch.Tensor, name: str, batch: int, length: int) -> torch.T
 
 def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"{values[:6]} and {len(values) - 6} more"
+
+
+def is_padded(mask: Any) -> bool:
+    """Whether a 2-D attention mask has anything but ones."""
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask == 1).all())
+
+
+def refuse_padding(mask: torch.Tensor | None) -> None:
+    """Raise ValueError for a mask with anything but ones."""
+    if mask is None:
+        return
+    if mask.ndim != 2:
+        raise ValueError(f"attention_mask: got shape {list(mask.shape)}, expected None or ones of shape [B, T]")
+    if is_padded(mask):
+        what = "zeros (padding)" if bool((mask == 0).any()) else "values other than 1"
+        raise ValueError(
+            f"attention_mask: got {what}, expected ones; pack the documents into one row without padding and tell "
+            "their boundaries"
+        )

@@ -33,8 +33,9 @@ from flashqla_cp.integrations.attachment import (
     passes_on,
     restore,
     swap_class,
+    warn_of_attention,
 )
-from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents
+from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents, is_padded, refuse_padding
 from flashqla_cp.layer import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
@@ -50,6 +51,7 @@ SIZES = "num_k_heads num_v_heads head_k_dim head_v_dim key_dim value_dim conv_ke
 CACHES = ("cache", "cache_params", "past_key_values", "past_key_value")
 
 _documents: ContextVar[Documents | None] = ContextVar("flashqla_cp_documents", default=None)
+_ran: ContextVar[bool] = ContextVar("flashqla_cp_ran", default=False)
 
 
 def enable_context_parallel(
@@ -63,7 +65,8 @@ def enable_context_parallel(
     """Run every Gated DeltaNet layer of a transformers model on this library; call it on every rank.
 
     Call it before fully_shard, torch.compile, checkpoint wrapping and accelerate's hooks. The state dict does not
-    change. Full-attention layers are left alone: with several ranks they need a context parallelism of their own.
+    change. Full-attention layers are left alone: with several ranks they need a context parallelism of their own, and a
+    warning says so.
 
     Boundaries of the documents come from `with use_context(ctx)` around the model's forward (or cp_context=ctx passed
     to it), else from cu_seq_lens_q (offsets of the whole stream, before sharding), else from position_ids (this rank's
@@ -96,6 +99,8 @@ def enable_context_parallel(
             swap_class(above[0], _Decoder, sharding, backend)
         if above[1:] and passes_on(above[1], "input_ids", "inputs_embeds") and not is_changed(above[1]):
             add_hook(above[1], _bind_batch, sharding, backend)
+    if comm is not None and comm.world_size > 1:
+        warn_of_attention(model)
     return len(layers)
 
 
@@ -124,11 +129,18 @@ class _Decoder(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = _bind_batch(self, args, kwargs)  # for those that call forward themselves
-        token = _documents.set(kwargs.get(ARGUMENT))
+        token, ran = _documents.set(kwargs.get(ARGUMENT)), _ran.set(False)
         try:
-            return super().forward(*args, **kwargs)
+            output = super().forward(*args, **kwargs)
+            if not _ran.get():
+                raise RuntimeError(
+                    f"model: the Gated DeltaNet layer of {type(self).__name__} was passed over, something replaced its "
+                    "forward; call enable_context_parallel after it, or disable_context_parallel first"
+                )
+            return output
         finally:
             _documents.reset(token)
+            _ran.reset(ran)
 
 
 class _Layer(nn.Module):
@@ -137,13 +149,14 @@ class _Layer(nn.Module):
     flashqla_cp: Attachment
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        _ran.set(True)
         documents = kwargs.pop(ARGUMENT, None) or _documents.get()
         told = dict(zip(self.flashqla_cp.names[1:], args, strict=False)) | kwargs
         if _cache_of(told) is not None:
             _check_cache(self, documents)
             kwargs.pop("cp_context", None)
             return super().forward(hidden_states, *args, **kwargs)
-        _refuse_padding(told.get("attention_mask"))
+        refuse_padding(told.get("attention_mask"))
         if documents is None:
             documents = _find(self, told, hidden_states)
         return _mix(self, hidden_states, documents)
@@ -204,7 +217,7 @@ def _bind_batch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     rows = next((x for x in inputs if x is not None), None)
     decodes = _cache_of(told) is not None and not _trains(module)
     # Padded rows, whose positions mean little, end in the layer: refused, or left to transformers with a cache.
-    if ARGUMENT not in kwargs and rows is not None and not decodes and not _is_padded(told.get("attention_mask")):
+    if ARGUMENT not in kwargs and rows is not None and not decodes and not is_padded(told.get("attention_mask")):
         kwargs = kwargs | {ARGUMENT: _find(module, told, rows)}
     kwargs.pop("cp_context", None)
     return args, kwargs
@@ -244,23 +257,6 @@ def _check_cache(layer: Any, documents: Documents | None) -> None:
     if documents is not None and (documents.context is not None or documents.cu_seqlens is not None):
         raise ValueError(f"{CACHES[0]}: got one with packed documents, expected none; pass use_cache=False")
     _say_once(f"with a cache {type(layer).__name__} runs the forward of transformers, not this library")
-
-
-def _is_padded(mask: Any) -> bool:
-    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask == 1).all())
-
-
-def _refuse_padding(mask: torch.Tensor | None) -> None:
-    if mask is None:
-        return
-    if mask.ndim != 2:
-        raise ValueError(f"attention_mask: got shape {list(mask.shape)}, expected None or ones of shape [B, T]")
-    if _is_padded(mask):
-        what = "zeros (padding)" if bool((mask == 0).any()) else "values other than 1"
-        raise ValueError(
-            f"attention_mask: got {what}, expected ones; pack the documents into one row without padding and tell "
-            "their boundaries"
-        )
 
 
 def _check_options(layout: str, exchange: str, backend: str) -> None:

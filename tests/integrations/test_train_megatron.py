@@ -34,8 +34,16 @@ def test_loss_does_not_depend_on_the_ranks() -> None:
             assert shared == pytest.approx(alone, rel=1e-4)
 
 
-@pytest.mark.parametrize("options", [["--cp", "2"], ["--rows", "0", "--cp", "3"]])
-def test_options_that_cannot_work(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["--cp", "2"], "expected processes divisible by cp"),
+        (["--rows", "0"], "expected numbers above 0"),
+        (["--cp", "0"], "expected numbers above 0"),
+        (["--cp", "-1"], "expected numbers above 0"),
+    ],
+)
+def test_options_that_cannot_work(options: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train_megatron.main([*options, "--device", "cpu"]) == 2
-    assert "expected processes divisible by cp" in capsys.readouterr().err
+    assert word in capsys.readouterr().err
     assert not dist.is_initialized()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import flashqla_cp
+from flashqla_cp.integrations.attachment import warn_of_attention
 from flashqla_cp.integrations.transformers import disable_context_parallel, enable_context_parallel, use_context
 from flashqla_cp.testing.metrics import relative_l2
 
@@ -152,6 +154,23 @@ def test_decoder_layer_called_by_itself() -> None:
         parts = [layer(x[:, :10], **told), layer(x[:, 10:], **told)]
         for call in (layer, layer.forward):
             torch.testing.assert_close(call(x, position_ids=positions, **told), torch.cat(parts, dim=1))
+
+
+def test_a_layer_that_is_passed_over_is_noticed() -> None:
+    model = enabled()
+    layer = model.model.layers[1].linear_attn
+    original = type(layer).__mro__[2]
+    layer.forward = original.forward.__get__(layer)
+    with pytest.raises(RuntimeError, match="was passed over"):
+        model(input_ids=torch.randint(64, (1, 24)))
+
+
+def test_full_attention_is_warned_of() -> None:
+    with pytest.warns(UserWarning, match=r"full-attention layers \(1 modules, the first 'model.layers.1.self_attn'\)"):
+        warn_of_attention(make_model("qwen3_next", HYBRID))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_of_attention(make_model("qwen3_next", LINEAR))
 
 
 @FAMILIES
