@@ -1,11 +1,12 @@
 """The op's forward on kernels: the stages in order, where kernels and ranks meet.
 
-    tables, gate_cumsum, solve, [summary, chain_maps, send], summary, affine_chain, forward
+    tables, gate_cumsum, solve, summary, [chain_maps, send, receive], affine_chain, forward
 
-A document is a chain; a device cuts long chains into segments, whose maps it chains, so that all its multiprocessors
-work. A rank's fragments are chains too: their maps are chains of the same segments' maps, so context parallelism adds
-the chain and the exchange, and no second pass over tokens. Without it nothing here knows of a rank's final_correction.
-Whether a head has forgotten its entry state is decided on the device; nothing is read back from it.
+The bracketed stages exist only where documents were cut between ranks. A document is a chain; a device cuts long chains
+into segments, whose maps it chains, so that all its multiprocessors work. A rank's fragments are chains too: their maps
+are chains of the same segments' maps, so context parallelism adds the chain and the exchange, and no second pass over
+tokens. Without it nothing here knows of a rank's final_correction. Whether a head has forgotten its entry state is
+decided on the device; nothing is read back from it.
 """
 
 from __future__ import annotations

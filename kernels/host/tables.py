@@ -87,11 +87,19 @@ class Tables:
         return torch.where(pieces > 0, pieces - 1 + emits, 0)
 
 
-@lru_cache(maxsize=64)
 def tables_of_batch(
     batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device
 ) -> Tables:
-    """Tables of `batch` documents of one length. Made of nothing but these numbers, so they may be kept."""
+    """Tables of `batch` documents of one length. Made of nothing but these numbers, so they may be kept.
+
+    Not while a CUDA graph is captured: its memory is the graph's, and nothing is computed before it is replayed.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _make_batch(batch, length, arch, num_v_heads, processors, device)
+    return _kept_batch(batch, length, arch, num_v_heads, processors, device)
+
+
+def _make_batch(batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device) -> Tables:
     with torch.inference_mode(False):
         ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
         return Tables.of(
@@ -103,6 +111,9 @@ def tables_of_batch(
             processors=processors,
             longest=length,
         )
+
+
+_kept_batch = lru_cache(maxsize=64)(_make_batch)
 
 
 def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
