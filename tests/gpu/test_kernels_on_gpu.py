@@ -186,6 +186,17 @@ def test_one_graph_serves_all_offsets_of_its_capacity():
         assert torch.equal(o, op(*tensors, cu_seqlens=torch.tensor(ends))[0])
 
 
+def test_tables_made_in_a_capture_are_not_kept():
+    op(*draw(640, 1, 2, 128))  # loads the kernels
+    tensors = draw(704, 1, 2, 128)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed, _ = op(*tensors)
+    eager, _ = op(*tensors)
+    graph.replay()
+    assert torch.equal(replayed, eager)
+
+
 def test_nothing_is_read_back_from_the_device():
     tensors = draw(700, 1, 2, 64)
     offsets = torch.tensor([0, 300, 700], device=DEVICE, dtype=torch.int32)
