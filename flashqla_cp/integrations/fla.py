@@ -245,7 +245,7 @@ def _why_not_conv(x: Any, weight: Any, residual: Any, activation: Any, states: b
             check_conv_inputs(x, weight, activation, None)
         except (TypeError, ValueError) as error:
             reason = str(error)
-    reason = reason or _why_not_context(context, False) or _why_not_device(x.device)
+    reason = reason or _why_not_context(context, False) or _why_not_device(x.device, "there is no kernel for it here")
     return reason if _registered is None else _declined("causal_conv1d", reason)
 
 
@@ -261,11 +261,12 @@ def _why_not_context(context: Any, states: bool) -> str | None:
     return "a context without cu_seqlens" if context.cu_seqlens is None else None
 
 
-def _why_not_device(device: torch.device) -> str | None:
+def _why_not_device(device: torch.device, lacking: str | None = None) -> str | None:
+    """Why a GPU's call stays with fla: no kernels here, for what `lacking` says or for the device or direction."""
     if _registered is None or _registered.backend != "auto" or device.type != "cuda":
         return None
     name, reason = explain(device.type, torch.cuda.get_device_capability(device))
-    return None if name == "tilelang" and not torch.is_grad_enabled() else reason
+    return lacking or (None if name == "tilelang" and not torch.is_grad_enabled() else reason)
 
 
 def _declined(name: str, reason: str | None) -> str | None:

@@ -173,9 +173,14 @@ def test_conv_is_declined(registered: None, kwargs: dict[str, Any], reason: str,
 
 
 def test_gpu_without_kernels_is_left_to_fla(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    device = torch.device("cuda", 0)
-    assert plugin._why_not_device(device) == "this release has no TileLang kernels for sm_90"
+    device, capability = torch.device("cuda", 0), (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert "no TileLang kernels for sm_80" in plugin._why_not_device(device)
+    capability = (9, 0)
+    assert "no backward kernels" in plugin._why_not_device(device)
+    with torch.no_grad():
+        assert plugin._why_not_device(device) is None
+        assert plugin._why_not_device(device, "there is no kernel for it here") == "there is no kernel for it here"
     plugin.register_fla_backend(backend="torch")
     assert plugin._why_not_device(device) is None
 
