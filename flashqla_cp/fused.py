@@ -117,7 +117,7 @@ def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, d
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Documents:
-    """Documents of one process: `batch` of `length` tokens each, or offsets int32 [N+1] on the tensors' device."""
+    """Documents of one process: num_documents of `length` tokens each, or offsets int32 [N+1] on the tensors' device."""
 
     num_documents: int
     length: int
@@ -147,9 +147,7 @@ def forward(
         maps = kernels.summary(x, solved, tables, entered=entries is not None)
         carried = kernels.affine_chain(x, maps, tables, entries)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
-    states = None
-    if final:
-        states = _pass_on(x, count, initial)
+    states = _pass_on(x, count, initial) if final else None
     kernels.forward(x, solved, tables, carried, entries, scale, o, states)
     if offsets is not None:
         kernels.clear_rows(o, offsets[1:], x.arch)
