@@ -117,7 +117,7 @@ def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, d
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Documents:
-    """Documents of one process: num_documents of `length` tokens each, or offsets int32 [N+1] on the tensors' device."""
+    """Documents of one process: num_documents of `length` tokens each, or offsets int32 [N+1] where the tensors are."""
 
     num_documents: int
     length: int
