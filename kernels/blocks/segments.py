@@ -12,7 +12,9 @@ CHAIN = 3
 ENTRY = 4  # row of the state in front among the carried states, -1 for a chain's first segment
 EXIT = 5  # row that this segment's map feeds, -1 when nothing follows
 LAST = 6  # 1 for a chain's last segment
-COLUMNS = 8
+GRAD_ENTRY = 7  # row of the gradient behind among the carried gradients, -1 for a chain's last segment
+GRAD_EXIT = 8  # row that this segment's gradient map feeds, -1 when nothing is in front
+COLUMNS = 9
 
 CHUNK_COLUMNS = 2  # of the chunk table: first token, number of tokens (0 in a ghost)
 
@@ -20,3 +22,7 @@ CHUNK_COLUMNS = 2  # of the chunk table: first token, number of tokens (0 in a g
 LENGTH = 0
 LINK_CHAIN = 1
 LINK_COLUMNS = 2
+
+# Of the gradients' link table, the same and the row of the correction of the segment behind the chain's first line.
+LINK_CORRECTION = 2
+GRAD_LINK_COLUMNS = 3
