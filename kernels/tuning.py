@@ -138,6 +138,18 @@ def sweep_config(spec: KernelSpec, *, stores: bool) -> TileConfig:
     return _sweep_config(spec, 2, True, 3, registers, leaving=1.5 if stores else 0)
 
 
+def gradients_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the chunkwise gradients: three warpgroups that multiply, and one that serves them."""
+    chunk, width = 64, spec.dim("head_dim")
+    tile, square = 2 * chunk * width, 2 * chunk * chunk
+    shared = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square + 2 * square + 13 * 4 * 2 * chunk + 1024
+    roles = (
+        Role(name="multipliers", threads=3 * WARPGROUP, registers=152),
+        Role(name="keepers", threads=WARPGROUP, registers=56),
+    )
+    return TileConfig(roles=roles, stages=1, shared_bytes=shared)
+
+
 def _sweep_config(
     spec: KernelSpec,
     key_tiles: int,

@@ -56,7 +56,7 @@ class Inputs:
         """The specialisation of a stage for these inputs."""
         dims = (("head_dim", self.q.shape[2]), ("ratio", self.v.shape[1] // self.q.shape[1]))
         dtypes = (("qkv", self.q.dtype),)
-        if stage == "solve":
+        if stage in ("solve", "gradients"):
             dtypes = (*dtypes, ("beta", self.beta.dtype))
         return _spec(stage, self.arch, dims, dtypes, **flags, l2norm=self.l2norm)
 
