@@ -139,13 +139,13 @@ def sweep_config(spec: KernelSpec, *, stores: bool) -> TileConfig:
 
 
 def gradients_config(spec: KernelSpec) -> TileConfig:
-    """Launch shape of the chunkwise gradients: three warpgroups that multiply, and one that serves them."""
+    """Launch shape of the chunkwise gradients: two warpgroups that multiply, and one that serves them."""
     chunk, width = 64, spec.dim("head_dim")
     tile, square = 2 * chunk * width, 2 * chunk * chunk
-    shared = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square + 2 * square + 13 * 4 * 2 * chunk + 1024
+    shared = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     roles = (
-        Role(name="multipliers", threads=3 * WARPGROUP, registers=152),
-        Role(name="keepers", threads=WARPGROUP, registers=56),
+        Role(name="multipliers", threads=2 * WARPGROUP, registers=232),
+        Role(name="keepers", threads=WARPGROUP, registers=40),
     )
     return TileConfig(roles=roles, stages=1, shared_bytes=shared)
 

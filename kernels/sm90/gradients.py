@@ -14,9 +14,8 @@ and dK; at the chunk's end also what was carried out of it. The log gate's is it
 
 Roles of a block, which takes chunks of a key head in turn:
 
-    1 warpgroup      dQ
+    1 warpgroup      pairs of tokens (Da, Db, their sums, dbeta's products), and dQ
     1 warpgroup      dK
-    1 warpgroup      pairs of tokens: Da, Db, their sums, dbeta's products
     2 warps          row factors, norms, tails, <S, dS'>, and the gradient of gates from all of these
     2 warps          copies by TMA: of a value head, of a key head
 
@@ -31,7 +30,7 @@ from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import gradients_config
 
-GROUP, KEEPERS, WARP = 128, 64, 32
+GROUP, KEEPERS, WARP, HALF = 128, 64, 32, C // 2
 PAIRS_BARRIER, KEEPERS_BARRIER = 1, 2
 L2_EPS = 1e-6
 
@@ -79,6 +78,43 @@ def build_gradients(spec: KernelSpec):
     bt, bh = T.dynamic("beta_token"), T.dynamic("beta_head")
 
     @T.macro
+    def multiply_rows(left, right, sums, p):
+        """Start sums [C, C] = left right^T of a value head's rows."""
+        T.wgmma_gemm(left[p * PANELS, :, :], right[p * PANELS, :, :], sums, transpose_B=True, clear_accum=True)
+        if PANELS == 2:
+            T.wgmma_gemm(left[p * PANELS + 1, :, :], right[p * PANELS + 1, :, :], sums, transpose_B=True)
+
+    @T.macro
+    def multiply_states(rows, state, sums, p, full, phase):
+        """Start sums [C, K] = a value head's rows times a state, as its parts arrive."""
+        T.mbarrier_wait_parity(full[0], phase)
+        T.wgmma_gemm(rows[p * PANELS, :, :], state[0, :, :], sums, clear_accum=True)
+        if PANELS == 2:
+            T.mbarrier_wait_parity(full[1], phase)
+            T.wgmma_gemm(rows[p * PANELS + 1, :, :], state[1, :, :], sums)
+
+    @T.macro
+    def fold_part(part, sums, factor, tile, dot):
+        """sums += diag(factor) part, and dot = the rows of that times those of the tile."""
+        for a, b in T.Parallel(C, K):
+            part[a, b] = part[a, b] * factor[a]
+        for a, b in T.Parallel(C, K):
+            sums[a, b] = sums[a, b] + part[a, b]
+        for a, b in T.Parallel(C, K):
+            part[a, b] = part[a, b] * tile[0, a, b]
+        T.reduce_sum(part, dot, dim=1)
+
+    @T.macro
+    def unnormalize(sums, part, dot, factor, tile, norm):
+        """Through the norm: gradients of rows from those of rows of length 1."""
+        for a, b in T.Parallel(C, K):
+            part[a, b] = sums[a, b] * tile[0, a, b]
+        T.reduce_sum(part, dot, dim=1)
+        T.copy(norm, factor)
+        for a, b in T.Parallel(C, K):
+            sums[a, b] = factor[a] * (sums[a, b] - tile[0, a, b] * dot[a])
+
+    @T.macro
     def finish(
         p, row, start, length, head, end_part, dot, leaving, total, pulls, diagonal, keep, beta, dg, dbeta, partial
     ):
@@ -91,6 +127,7 @@ def build_gradients(spec: KernelSpec):
             given = given + T.shfl_xor(given, 16 >> level)
         if row % WARP == 0:
             partial[warp] = given
+        end = T.alloc_var(f32, init=keep[p] * (end_part[p, 0] + end_part[p, 1]))
         for level in T.unroll(5):
             above = T.alloc_var(f32, init=T.shfl_down(slope, 1 << level))
             if row % WARP + (1 << level) < WARP:
@@ -98,7 +135,7 @@ def build_gradients(spec: KernelSpec):
         if row == WARP:
             partial[2] = slope
         T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
-        slope = slope + partial[0] + partial[1] + keep[p] * (end_part[p, 0] + end_part[p, 1])
+        slope = slope + partial[0] + partial[1] + end
         if warp == 0:
             slope = slope + partial[2]
         if row < length:
@@ -145,7 +182,8 @@ def build_gradients(spec: KernelSpec):
             k_tile = T.alloc_shared((1, C, K), dtype)
             a_tile = T.alloc_shared((C, C), dtype)
             b_tile = T.alloc_shared((C, C), dtype)
-            pull_tile = T.alloc_shared((C, C), f32)
+            lower_pull = T.alloc_shared((HALF, C), f32)  # rows from C / 2 on
+            upper_pull = T.alloc_shared((HALF, HALF), f32)  # the others, whose columns end at C / 2
             gate = T.alloc_shared((2, C), f32)
             read = T.alloc_shared((2, C), f32)  # scale exp(G)
             grow = T.alloc_shared((2, C), f32)  # -exp(G)
@@ -162,17 +200,17 @@ def build_gradients(spec: KernelSpec):
             partial = T.alloc_shared((4,), f32)
             rows_full = T.alloc_barrier([WARP] * 2)
             rows_ready = T.alloc_barrier([KEEPERS] * 2)
-            rows_free = T.alloc_barrier([3 * GROUP] * 2)
+            rows_free = T.alloc_barrier([2 * GROUP] * 2)
             keys_full = T.alloc_barrier([WARP])
             keys_ready = T.alloc_barrier([KEEPERS])
-            keys_free = T.alloc_barrier([3 * GROUP])
+            keys_free = T.alloc_barrier([2 * GROUP])
             s_full = T.alloc_barrier([WARP] * PANELS)
             s_free = T.alloc_barrier([2 * GROUP + KEEPERS] * PANELS)
             d_full = T.alloc_barrier([WARP] * PANELS)
             d_free = T.alloc_barrier([GROUP + KEEPERS] * PANELS)
             made = T.alloc_barrier([GROUP])
-            taken = T.alloc_barrier([2 * GROUP])
-            summed = T.alloc_barrier([3 * GROUP] * 2)
+            taken = T.alloc_barrier([GROUP])
+            summed = T.alloc_barrier([2 * GROUP] * 2)
             thread = T.get_thread_binding()
             key_heads = T.alloc_var(i32, init=T.truncdiv(slab, ratio))
             turns = T.alloc_var(i32, init=T.truncdiv(chunks * key_heads - block + (blocks - 1), blocks))
@@ -184,6 +222,14 @@ def build_gradients(spec: KernelSpec):
                 query_part = T.alloc_fragment((C, K), f32)
                 query_factor = T.alloc_fragment((C,), f32)
                 query_dot = T.alloc_fragment((C,), f32)
+                scores = T.alloc_fragment((C, C), f32)
+                slopes = T.alloc_fragment((C, C), f32)
+                slopes16 = T.alloc_fragment((C, C), dtype)
+                weight = T.alloc_fragment((C, C), f32)
+                pull = T.alloc_fragment((C, C), f32)
+                row_gate = T.alloc_fragment((C,), f32)
+                column_gate = T.alloc_fragment((C,), f32)
+                row_sum = T.alloc_fragment((C,), f32)
                 for turn in T.serial(turns):
                     item = T.alloc_var(i32, init=turn * blocks + block)
                     chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -195,38 +241,70 @@ def build_gradients(spec: KernelSpec):
                         for j in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
-                            T.mbarrier_wait_parity(s_full[0], n % 2)
-                            T.wgmma_gemm(o_tile[p * PANELS, :, :], s_tile[0, :, :], query_part, clear_accum=True)
-                            if PANELS == 2:
-                                T.mbarrier_wait_parity(s_full[1], n % 2)
-                                T.wgmma_gemm(o_tile[p * PANELS + 1, :, :], s_tile[1, :, :], query_part)
+                            T.mbarrier_wait_parity(keys_ready, done % 2)
+                            T.wgmma_gemm(
+                                q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
+                            )
+                            multiply_rows(o_tile, u_tile, slopes, p)
+                            T.copy(gate[p, :], row_gate)
+                            T.copy(gate[p, :], column_gate)
+                            for a, b in T.Parallel(C, C):
+                                weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
+                            T.wait_wgmma(0)
+                            for a, b in T.Parallel(C, C):
+                                slopes[a, b] = slopes[a, b] * weight[a, b] * scale
+                            for a, b in T.Parallel(C, C):
+                                pull[a, b] = T.if_then_else(a > b, slopes[a, b] * scores[a, b], 0.0)
+                            T.copy(slopes, slopes16)
+                            T.wgmma_gemm(
+                                k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
+                            )
+                            multiply_rows(r_tile, u_tile, slopes, p)
+                            T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
+                            T.copy(slopes16, a_tile)
+                            T.wait_wgmma(0)
+                            for a, b in T.Parallel(C, C):
+                                if a == b:
+                                    diagonal[p, a] = slopes[a, b]
+                            for a, b in T.Parallel(C, C):
+                                slopes[a, b] = T.if_then_else(a > b, 0.0 - slopes[a, b] * weight[a, b], 0.0)
+                            T.copy(slopes, slopes16)
+                            T.copy(slopes16, b_tile)
+                            T.fence_proxy_async()
+                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
+                            T.mbarrier_arrive(made)
+                            multiply_states(o_tile, s_tile, query_part, p, s_full, n % 2)
+                            T.wgmma_gemm(a_tile, k_tile[0, :, :], query_sum)
+                            for a, b in T.Parallel(C, C):
+                                pull[a, b] = pull[a, b] + slopes[a, b] * scores[a, b]
+                            T.reduce_sum(pull, row_sum, dim=1)
+                            for a, b in T.Parallel(C, C):
+                                if a >= HALF:
+                                    lower_pull[a - HALF, b] = pull[a, b]
+                            for a, b in T.Parallel(C, C):
+                                if a < HALF and b < HALF:
+                                    upper_pull[a, b] = pull[a, b]
+                            T.copy(row_sum, pulls[p, :])
+                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
+                            if thread < C:
+                                column_sum = T.alloc_var(f32, init=0.0)
+                                for a in T.unroll(HALF):
+                                    column_sum = column_sum + lower_pull[a, thread]
+                                if thread < HALF:
+                                    for a in T.unroll(HALF):
+                                        column_sum = column_sum + upper_pull[a, thread]
+                                pulls[p, thread] = pulls[p, thread] - column_sum
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
                                 T.mbarrier_arrive(s_free[h])
                             T.mbarrier_arrive(rows_free[p])
-                            T.mbarrier_wait_parity(keys_ready, done % 2)
                             T.copy(read[p, :], query_factor)
-                            for a, b in T.Parallel(C, K):
-                                query_part[a, b] = query_part[a, b] * query_factor[a]
-                            for a, b in T.Parallel(C, K):
-                                query_sum[a, b] = query_sum[a, b] + query_part[a, b]
-                            for a, b in T.Parallel(C, K):
-                                query_part[a, b] = query_part[a, b] * q_tile[0, a, b]
-                            T.reduce_sum(query_part, query_dot, dim=1)
+                            fold_part(query_part, query_sum, query_factor, q_tile, query_dot)
                             T.copy(query_dot, asked_dot[p, :])
                             T.mbarrier_arrive(summed[p])
-                            T.mbarrier_wait_parity(made, n % 2)
-                            T.wgmma_gemm(a_tile, k_tile[0, :, :], query_sum)
-                            T.wait_wgmma(0)
-                            T.mbarrier_arrive(taken)
                             n = n + 1
                         if l2norm:
-                            for a, b in T.Parallel(C, K):
-                                query_part[a, b] = query_sum[a, b] * q_tile[0, a, b]
-                            T.reduce_sum(query_part, query_dot, dim=1)
-                            T.copy(q_norm, query_factor)
-                            for a, b in T.Parallel(C, K):
-                                query_sum[a, b] = query_factor[a] * (query_sum[a, b] - q_tile[0, a, b] * query_dot[a])
+                            unnormalize(query_sum, query_part, query_dot, query_factor, q_tile, q_norm)
                         T.mbarrier_arrive(keys_free)
                         for a, b in T.Parallel(C, K):
                             if a < length:
@@ -249,41 +327,21 @@ def build_gradients(spec: KernelSpec):
                         for j in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
-                            T.mbarrier_wait_parity(s_full[0], n % 2)
-                            T.wgmma_gemm(r_tile[p * PANELS, :, :], s_tile[0, :, :], key_part, clear_accum=True)
-                            if PANELS == 2:
-                                T.mbarrier_wait_parity(s_full[1], n % 2)
-                                T.wgmma_gemm(r_tile[p * PANELS + 1, :, :], s_tile[1, :, :], key_part)
+                            multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
+                            T.copy(grow[p, :], key_factor)
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
                                 T.mbarrier_arrive(s_free[h])
                             T.mbarrier_wait_parity(keys_ready, done % 2)
-                            T.copy(grow[p, :], key_factor)
-                            for a, b in T.Parallel(C, K):
-                                key_part[a, b] = key_part[a, b] * key_factor[a]
-                            for a, b in T.Parallel(C, K):
-                                key_sum[a, b] = key_sum[a, b] + key_part[a, b]
-                            for a, b in T.Parallel(C, K):
-                                key_part[a, b] = key_part[a, b] * k_tile[0, a, b]
-                            T.reduce_sum(key_part, key_dot, dim=1)
+                            fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
                             T.copy(key_dot, recalled_dot[p, :])
-                            T.mbarrier_wait_parity(d_full[0], n % 2)
-                            T.wgmma_gemm(u_tile[p * PANELS, :, :], d_tile[0, :, :], key_part, clear_accum=True)
-                            if PANELS == 2:
-                                T.mbarrier_wait_parity(d_full[1], n % 2)
-                                T.wgmma_gemm(u_tile[p * PANELS + 1, :, :], d_tile[1, :, :], key_part)
+                            multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
+                            T.copy(fade[p, :], key_factor)
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
                                 T.mbarrier_arrive(d_free[h])
                             T.mbarrier_arrive(rows_free[p])
-                            T.copy(fade[p, :], key_factor)
-                            for a, b in T.Parallel(C, K):
-                                key_part[a, b] = key_part[a, b] * key_factor[a]
-                            for a, b in T.Parallel(C, K):
-                                key_sum[a, b] = key_sum[a, b] + key_part[a, b]
-                            for a, b in T.Parallel(C, K):
-                                key_part[a, b] = key_part[a, b] * k_tile[0, a, b]
-                            T.reduce_sum(key_part, key_dot, dim=1)
+                            fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
                             T.copy(key_dot, leaving_dot[p, :])
                             T.mbarrier_arrive(summed[p])
                             T.mbarrier_wait_parity(made, n % 2)
@@ -294,106 +352,15 @@ def build_gradients(spec: KernelSpec):
                             T.mbarrier_arrive(taken)
                             n = n + 1
                         if l2norm:
-                            for a, b in T.Parallel(C, K):
-                                key_part[a, b] = key_sum[a, b] * k_tile[0, a, b]
-                            T.reduce_sum(key_part, key_dot, dim=1)
-                            T.copy(k_norm, key_factor)
-                            for a, b in T.Parallel(C, K):
-                                key_sum[a, b] = key_factor[a] * (key_sum[a, b] - k_tile[0, a, b] * key_dot[a])
+                            unnormalize(key_sum, key_part, key_dot, key_factor, k_tile, k_norm)
                         T.mbarrier_arrive(keys_free)
                         for a, b in T.Parallel(C, K):
                             if a < length:
                                 dk[start + a, key_head, b] = T.cast(key_sum[a, b], dtype)
                         done = done + 1
-            elif thread < 3 * GROUP:
-                T.set_max_nreg(config.roles[0].registers, 1)
-                scores = T.alloc_fragment((C, C), f32)
-                slopes = T.alloc_fragment((C, C), f32)
-                weight = T.alloc_fragment((C, C), f32)
-                pull = T.alloc_fragment((C, C), f32)
-                row_gate = T.alloc_fragment((C,), f32)
-                column_gate = T.alloc_fragment((C,), f32)
-                row_sum = T.alloc_fragment((C,), f32)
-                slopes16 = T.alloc_fragment((C, C), dtype)
-                lane = T.alloc_var(i32, init=thread - 2 * GROUP)
-                for turn in T.serial(turns):
-                    chunk = T.alloc_var(i32, init=T.truncdiv(turn * blocks + block, key_heads))
-                    if chunk_table[chunk, 1] > 0:
-                        for j in T.serial(ratio):
-                            p = T.alloc_var(i32, init=n % 2)
-                            T.mbarrier_wait_parity(keys_ready, done % 2)
-                            T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
-                            T.wgmma_gemm(
-                                q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
-                            )
-                            T.wgmma_gemm(
-                                o_tile[p * PANELS, :, :],
-                                u_tile[p * PANELS, :, :],
-                                slopes,
-                                transpose_B=True,
-                                clear_accum=True,
-                            )
-                            if PANELS == 2:
-                                T.wgmma_gemm(
-                                    o_tile[p * PANELS + 1, :, :], u_tile[p * PANELS + 1, :, :], slopes, transpose_B=True
-                                )
-                            T.copy(gate[p, :], row_gate)
-                            T.copy(gate[p, :], column_gate)
-                            for a, b in T.Parallel(C, C):
-                                weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
-                            T.wait_wgmma(0)
-                            for a, b in T.Parallel(C, C):
-                                slopes[a, b] = slopes[a, b] * weight[a, b] * scale
-                            for a, b in T.Parallel(C, C):
-                                pull[a, b] = T.if_then_else(a > b, slopes[a, b] * scores[a, b], 0.0)
-                            T.copy(slopes, slopes16)
-                            T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
-                            T.copy(slopes16, a_tile)
-                            T.wgmma_gemm(
-                                k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
-                            )
-                            T.wgmma_gemm(
-                                r_tile[p * PANELS, :, :],
-                                u_tile[p * PANELS, :, :],
-                                slopes,
-                                transpose_B=True,
-                                clear_accum=True,
-                            )
-                            if PANELS == 2:
-                                T.wgmma_gemm(
-                                    r_tile[p * PANELS + 1, :, :], u_tile[p * PANELS + 1, :, :], slopes, transpose_B=True
-                                )
-                            T.wait_wgmma(0)
-                            T.mbarrier_arrive(rows_free[p])
-                            for a, b in T.Parallel(C, C):
-                                if a == b:
-                                    diagonal[p, a] = slopes[a, b]
-                            for a, b in T.Parallel(C, C):
-                                slopes[a, b] = T.if_then_else(a > b, 0.0 - slopes[a, b] * weight[a, b], 0.0)
-                            T.copy(slopes, slopes16)
-                            T.copy(slopes16, b_tile)
-                            T.fence_proxy_async()
-                            T.mbarrier_arrive(made)
-                            for a, b in T.Parallel(C, C):
-                                pull[a, b] = pull[a, b] + slopes[a, b] * scores[a, b]
-                            T.reduce_sum(pull, row_sum, dim=1)
-                            T.copy(pull, pull_tile)
-                            T.copy(row_sum, pulls[p, :])
-                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
-                            if lane < C:
-                                column_sum = T.alloc_var(f32, init=0.0)
-                                for a in T.serial(C):
-                                    column_sum = column_sum + pull_tile[a, lane]
-                                pulls[p, lane] = pulls[p, lane] - column_sum
-                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
-                            T.mbarrier_arrive(summed[p])
-                            n = n + 1
-                        T.mbarrier_arrive(keys_free)
-                        done = done + 1
             else:
                 T.set_max_nreg(config.roles[1].registers, 0)
-                own = T.alloc_var(i32, init=thread - 3 * GROUP)
-                if own < WARP:
+                if thread < 2 * GROUP + WARP:
                     for turn in T.serial(turns):
                         item = T.alloc_var(i32, init=turn * blocks + block)
                         chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -439,7 +406,7 @@ def build_gradients(spec: KernelSpec):
                                     )
                                     T.mbarrier_arrive(d_full[h])
                                 n = n + 1
-                elif own < 2 * WARP:
+                elif thread < 2 * GROUP + 2 * WARP:
                     for turn in T.serial(turns):
                         item = T.alloc_var(i32, init=turn * blocks + block)
                         chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -452,7 +419,7 @@ def build_gradients(spec: KernelSpec):
                             T.mbarrier_arrive(keys_full)
                             done = done + 1
                 else:
-                    row = T.alloc_var(i32, init=own - 2 * WARP)
+                    row = T.alloc_var(i32, init=thread - 2 * GROUP - 2 * WARP)
                     left = T.alloc_local((8,), dtype)
                     right = T.alloc_local((8,), dtype)
                     last_start = T.alloc_var(i32, init=0)
