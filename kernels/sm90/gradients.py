@@ -304,6 +304,8 @@ def build_gradients(spec: KernelSpec):
                             fold_part(query_part, query_sum, query_factor, q_tile, query_dot)
                             T.copy(query_dot, asked_dot[p, :])
                             T.mbarrier_arrive(summed[p])
+                            # Here and not in front of the next products, where it would wait for stores of results.
+                            T.fence_proxy_async()
                             n = n + 1
                         if l2norm:
                             unnormalize(query_sum, query_part, query_dot, query_factor, q_tile, q_norm)
@@ -318,6 +320,7 @@ def build_gradients(spec: KernelSpec):
                 key_part = T.alloc_fragment((C, K), f32)
                 key_factor = T.alloc_fragment((C,), f32)
                 key_dot = T.alloc_fragment((C,), f32)
+                left_dot = T.alloc_fragment((C,), f32)
                 for turn in T.serial(turns):
                     item = T.alloc_var(i32, init=turn * blocks + block)
                     chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -336,20 +339,21 @@ def build_gradients(spec: KernelSpec):
                                 T.mbarrier_arrive(s_free[h])
                             T.mbarrier_wait_parity(keys_ready, done % 2)
                             fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
-                            T.copy(key_dot, recalled_dot[p, :])
                             multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
                             T.copy(fade[p, :], key_factor)
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
                                 T.mbarrier_arrive(d_free[h])
                             T.mbarrier_arrive(rows_free[p])
-                            fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
-                            T.copy(key_dot, leaving_dot[p, :])
-                            T.mbarrier_arrive(summed[p])
+                            fold_part(key_part, key_sum, key_factor, k_tile, left_dot)
                             T.mbarrier_wait_parity(made, n % 2)
                             T.wgmma_gemm(a_tile, q_tile[0, :, :], key_sum, transpose_A=True)
                             T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum)
                             T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum, transpose_A=True)
+                            T.copy(key_dot, recalled_dot[p, :])
+                            T.copy(left_dot, leaving_dot[p, :])
+                            T.mbarrier_arrive(summed[p])
+                            T.fence_proxy_async()
                             T.wait_wgmma(0)
                             T.mbarrier_arrive(taken)
                             n = n + 1
