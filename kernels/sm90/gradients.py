@@ -426,8 +426,9 @@ def build_gradients(spec: KernelSpec):
                             done = done + 1
                 else:
                     row = T.alloc_var(i32, init=thread - 2 * GROUP - 2 * WARP)
-                    left = T.alloc_local((32,), dtype)
-                    right = T.alloc_local((32,), dtype)
+                    left = T.alloc_local((16,), dtype)
+                    right = T.alloc_local((16,), dtype)
+                    sums = T.alloc_local((4,), f32)
                     last_start = T.alloc_var(i32, init=0)
                     last_length = T.alloc_var(i32, init=0)
                     last_head = T.alloc_var(i32, init=0)
@@ -489,20 +490,22 @@ def build_gradients(spec: KernelSpec):
                                         dbeta,
                                         partial,
                                     )
-                                product = T.alloc_var(f32, init=0.0)
+                                for e in T.unroll(4):
+                                    sums[e] = 0.0
                                 for h in T.unroll(PANELS):
                                     T.mbarrier_wait_parity(s_full[h], n % 2)
                                     T.mbarrier_wait_parity(d_full[h], n % 2)
-                                    for step in T.serial(K // 32):
-                                        for i in T.unroll(4):
+                                    for step in T.serial(K // 16):
+                                        for i in T.unroll(2):
                                             for e in T.vectorized(8):
-                                                left[i * 8 + e] = s_tile[h, row, step * 32 + i * 8 + e]
+                                                left[i * 8 + e] = s_tile[h, row, step * 16 + i * 8 + e]
                                             for e in T.vectorized(8):
-                                                right[i * 8 + e] = d_tile[h, row, step * 32 + i * 8 + e]
-                                        for e in T.unroll(32):
-                                            product = product + T.cast(left[e], f32) * T.cast(right[e], f32)
+                                                right[i * 8 + e] = d_tile[h, row, step * 16 + i * 8 + e]
+                                        for e in T.unroll(16):
+                                            sums[e % 4] = sums[e % 4] + T.cast(left[e], f32) * T.cast(right[e], f32)
                                     T.mbarrier_arrive(s_free[h])
                                     T.mbarrier_arrive(d_free[h])
+                                product = T.alloc_var(f32, init=sums[0] + sums[1] + sums[2] + sums[3])
                                 for level in T.unroll(5):
                                     product = product + T.shfl_xor(product, 16 >> level)
                                 if row % WARP == 0:
