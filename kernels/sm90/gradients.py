@@ -15,8 +15,8 @@ and dK; at the chunk's end also what was carried out of it. The log gate's is it
 Roles of a block, which takes chunks of a key head in turn:
 
     1 warpgroup      pairs of tokens (Da, Db, their sums, dbeta's products), and dQ
-    1 warpgroup      dK
-    2 warps          row factors, norms, tails, <S, dS'>, and the gradient of gates from all of these
+    1 warpgroup      dK and <S, dS'>
+    2 warps          row factors, norms, tails, and the gradient of gates from all of these
     2 warps          copies by TMA: of a value head, of a key head
 
 Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
@@ -94,6 +94,28 @@ def build_gradients(spec: KernelSpec):
             T.wgmma_gemm(rows[p * PANELS + 1, :, :], state[1, :, :], sums)
 
     @T.macro
+    def dot_states(state, dstate, lane):
+        """A warp's share of <S, dS'>. A thread takes half a row of each part."""
+        left = T.alloc_local((32,), dtype)
+        right = T.alloc_local((32,), dtype)
+        sums = T.alloc_local((4,), f32)
+        for e in T.unroll(4):
+            sums[e] = 0.0
+        for h in T.unroll(PANELS):
+            for step in T.serial(K // 64):
+                for i in T.unroll(4):
+                    for e in T.vectorized(8):
+                        left[i * 8 + e] = state[h, lane % 64, lane // 64 * (K // 2) + step * 32 + i * 8 + e]
+                    for e in T.vectorized(8):
+                        right[i * 8 + e] = dstate[h, lane % 64, lane // 64 * (K // 2) + step * 32 + i * 8 + e]
+                for e in T.unroll(32):
+                    sums[e % 4] = sums[e % 4] + T.cast(left[e], f32) * T.cast(right[e], f32)
+        total = T.alloc_var(f32, init=sums[0] + sums[1] + sums[2] + sums[3])
+        for level in T.unroll(5):
+            total = total + T.shfl_xor(total, 16 >> level)
+        return total
+
+    @T.macro
     def fold_part(part, sums, factor, tile, dot):
         """sums += diag(factor) part, and dot = the rows of that times those of the tile."""
         for a, b in T.Parallel(C, K):
@@ -127,7 +149,7 @@ def build_gradients(spec: KernelSpec):
             given = given + T.shfl_xor(given, 16 >> level)
         if row % WARP == 0:
             partial[warp] = given
-        end = T.alloc_var(f32, init=keep[p] * (end_part[p, 0] + end_part[p, 1]))
+        end = T.alloc_var(f32, init=keep[p] * (end_part[p, 0] + end_part[p, 1] + end_part[p, 2] + end_part[p, 3]))
         for level in T.unroll(5):
             above = T.alloc_var(f32, init=T.shfl_down(slope, 1 << level))
             if row % WARP + (1 << level) < WARP:
@@ -196,7 +218,7 @@ def build_gradients(spec: KernelSpec):
             leaving_dot = T.alloc_shared((2, C), f32)  # k_i . its part of dK from behind
             pulls = T.alloc_shared((2, C), f32)
             diagonal = T.alloc_shared((2, C), f32)
-            carried = T.alloc_shared((2, 2), f32)
+            carried = T.alloc_shared((2, 4), f32)
             partial = T.alloc_shared((4,), f32)
             rows_full = T.alloc_barrier([WARP] * 2)
             rows_ready = T.alloc_barrier([KEEPERS] * 2)
@@ -205,9 +227,9 @@ def build_gradients(spec: KernelSpec):
             keys_ready = T.alloc_barrier([KEEPERS])
             keys_free = T.alloc_barrier([2 * GROUP])
             s_full = T.alloc_barrier([WARP] * PANELS)
-            s_free = T.alloc_barrier([2 * GROUP + KEEPERS] * PANELS)
+            s_free = T.alloc_barrier([2 * GROUP] * PANELS)
             d_full = T.alloc_barrier([WARP] * PANELS)
-            d_free = T.alloc_barrier([GROUP + KEEPERS] * PANELS)
+            d_free = T.alloc_barrier([GROUP] * PANELS)
             made = T.alloc_barrier([GROUP])
             taken = T.alloc_barrier([GROUP])
             summed = T.alloc_barrier([2 * GROUP] * 2)
@@ -244,18 +266,15 @@ def build_gradients(spec: KernelSpec):
                             multiply_rows(r_tile, u_tile, written, p)
                             T.copy(gate[p, :], row_gate)
                             T.copy(gate[p, :], column_gate)
-                            T.mbarrier_wait_parity(keys_ready, done % 2)
-                            T.wgmma_gemm(
-                                q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
-                            )
                             T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
-                            T.wait_wgmma(1)
+                            T.wait_wgmma(PANELS)
                             for a, b in T.Parallel(C, C):
                                 asked[a, b] = T.if_then_else(
                                     a >= b, asked[a, b] * scale * T.exp2(row_gate[a] - column_gate[b]), 0.0
                                 )
                             T.copy(asked, pair16)
                             T.copy(pair16, a_tile)
+                            T.wait_wgmma(0)
                             for a, b in T.Parallel(C, C):
                                 if a == b:
                                     diagonal[p, a] = written[a, b]
@@ -266,14 +285,18 @@ def build_gradients(spec: KernelSpec):
                             T.copy(written, pair16)
                             T.copy(pair16, b_tile)
                             T.fence_proxy_async()
+                            T.mbarrier_wait_parity(keys_ready, done % 2)
+                            T.wgmma_gemm(
+                                q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
+                            )
+                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
+                            T.mbarrier_arrive(made)
                             T.wait_wgmma(0)
                             for a, b in T.Parallel(C, C):
                                 asked[a, b] = T.if_then_else(a > b, asked[a, b] * scores[a, b], 0.0)
                             T.wgmma_gemm(
                                 k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
                             )
-                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
-                            T.mbarrier_arrive(made)
                             T.wgmma_gemm(a_tile, k_tile[0, :, :], query_sum)
                             T.wait_wgmma(1)
                             for a, b in T.Parallel(C, C):
@@ -335,14 +358,14 @@ def build_gradients(spec: KernelSpec):
                             multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
                             T.copy(grow[p, :], key_factor)
                             T.wait_wgmma(0)
-                            for h in T.unroll(PANELS):
-                                T.mbarrier_arrive(s_free[h])
                             T.mbarrier_wait_parity(keys_ready, done % 2)
                             fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
                             multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
                             T.copy(fade[p, :], key_factor)
+                            product = dot_states(s_tile, d_tile, thread - GROUP)
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(s_free[h])
                                 T.mbarrier_arrive(d_free[h])
                             T.mbarrier_arrive(rows_free[p])
                             fold_part(key_part, key_sum, key_factor, k_tile, left_dot)
@@ -352,6 +375,8 @@ def build_gradients(spec: KernelSpec):
                             T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum, transpose_A=True)
                             T.copy(key_dot, recalled_dot[p, :])
                             T.copy(left_dot, leaving_dot[p, :])
+                            if thread % WARP == 0:
+                                carried[p, (thread - GROUP) // WARP] = product
                             T.mbarrier_arrive(summed[p])
                             T.fence_proxy_async()
                             T.wait_wgmma(0)
@@ -426,9 +451,6 @@ def build_gradients(spec: KernelSpec):
                             done = done + 1
                 else:
                     row = T.alloc_var(i32, init=thread - 2 * GROUP - 2 * WARP)
-                    left = T.alloc_local((16,), dtype)
-                    right = T.alloc_local((16,), dtype)
-                    sums = T.alloc_local((4,), f32)
                     last_start = T.alloc_var(i32, init=0)
                     last_length = T.alloc_var(i32, init=0)
                     last_head = T.alloc_var(i32, init=0)
@@ -490,26 +512,6 @@ def build_gradients(spec: KernelSpec):
                                         dbeta,
                                         partial,
                                     )
-                                for e in T.unroll(4):
-                                    sums[e] = 0.0
-                                for h in T.unroll(PANELS):
-                                    T.mbarrier_wait_parity(s_full[h], n % 2)
-                                    T.mbarrier_wait_parity(d_full[h], n % 2)
-                                    for step in T.serial(K // 16):
-                                        for i in T.unroll(2):
-                                            for e in T.vectorized(8):
-                                                left[i * 8 + e] = s_tile[h, row, step * 16 + i * 8 + e]
-                                            for e in T.vectorized(8):
-                                                right[i * 8 + e] = d_tile[h, row, step * 16 + i * 8 + e]
-                                        for e in T.unroll(16):
-                                            sums[e % 4] = sums[e % 4] + T.cast(left[e], f32) * T.cast(right[e], f32)
-                                    T.mbarrier_arrive(s_free[h])
-                                    T.mbarrier_arrive(d_free[h])
-                                product = T.alloc_var(f32, init=sums[0] + sums[1] + sums[2] + sums[3])
-                                for level in T.unroll(5):
-                                    product = product + T.shfl_xor(product, 16 >> level)
-                                if row % WARP == 0:
-                                    carried[p, row // WARP] = product
                                 last_start = start
                                 last_length = length
                                 last_head = offset + place + j
