@@ -94,28 +94,6 @@ def build_gradients(spec: KernelSpec):
             T.wgmma_gemm(rows[p * PANELS + 1, :, :], state[1, :, :], sums)
 
     @T.macro
-    def dot_states(state, dstate, lane):
-        """A warp's share of <S, dS'>. A thread takes half a row of each part."""
-        left = T.alloc_local((32,), dtype)
-        right = T.alloc_local((32,), dtype)
-        sums = T.alloc_local((4,), f32)
-        for e in T.unroll(4):
-            sums[e] = 0.0
-        for h in T.unroll(PANELS):
-            for step in T.serial(K // 64):
-                for i in T.unroll(4):
-                    for e in T.vectorized(8):
-                        left[i * 8 + e] = state[h, lane % 64, lane // 64 * (K // 2) + step * 32 + i * 8 + e]
-                    for e in T.vectorized(8):
-                        right[i * 8 + e] = dstate[h, lane % 64, lane // 64 * (K // 2) + step * 32 + i * 8 + e]
-                for e in T.unroll(32):
-                    sums[e % 4] = sums[e % 4] + T.cast(left[e], f32) * T.cast(right[e], f32)
-        total = T.alloc_var(f32, init=sums[0] + sums[1] + sums[2] + sums[3])
-        for level in T.unroll(5):
-            total = total + T.shfl_xor(total, 16 >> level)
-        return total
-
-    @T.macro
     def fold_part(part, sums, factor, tile, dot):
         """sums += diag(factor) part, and dot = the rows of that times those of the tile."""
         for a, b in T.Parallel(C, K):
@@ -138,18 +116,18 @@ def build_gradients(spec: KernelSpec):
 
     @T.macro
     def finish(
-        p, row, start, length, head, end_part, dot, leaving, total, pulls, diagonal, keep, given_strength, dg, dbeta, partial
+        p, row, start, length, head, carried, dot, leaving, total, pulls, diagonal, keep, given_strength, dg, dbeta, partial
     ):
         """Gradients of a chunk's gates and write strengths from the sums over its tokens; 64 threads."""
         warp = T.alloc_var(i32, init=row // WARP)
         T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
         given = T.alloc_var(f32, init=leaving[p, row])
         slope = T.alloc_var(f32, init=dot[p, row] + total[p, row] + pulls[p, row] - given)
+        given = given + keep[p] * carried[p, row]
         for level in T.unroll(5):
             given = given + T.shfl_xor(given, 16 >> level)
         if row % WARP == 0:
             partial[warp] = given
-        end = T.alloc_var(f32, init=keep[p] * (end_part[p, 0] + end_part[p, 1] + end_part[p, 2] + end_part[p, 3]))
         for level in T.unroll(5):
             above = T.alloc_var(f32, init=T.shfl_down(slope, 1 << level))
             if row % WARP + (1 << level) < WARP:
@@ -157,7 +135,7 @@ def build_gradients(spec: KernelSpec):
         if row == WARP:
             partial[2] = slope
         T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
-        slope = slope + partial[0] + partial[1] + end
+        slope = slope + partial[0] + partial[1]
         if warp == 0:
             slope = slope + partial[2]
         if row < length:
@@ -218,7 +196,7 @@ def build_gradients(spec: KernelSpec):
             leaving_dot = T.alloc_shared((2, C), f32)  # k_i . its part of dK from behind
             pulls = T.alloc_shared((2, C), f32)
             diagonal = T.alloc_shared((2, C), f32)
-            carried = T.alloc_shared((2, 4), f32)
+            carried = T.alloc_shared((2, 64), f32)
             partial = T.alloc_shared((4,), f32)
             rows_full = T.alloc_barrier([WARP] * 2)
             rows_ready = T.alloc_barrier([KEEPERS] * 2)
@@ -344,6 +322,7 @@ def build_gradients(spec: KernelSpec):
                 key_factor = T.alloc_fragment((C,), f32)
                 key_dot = T.alloc_fragment((C,), f32)
                 left_dot = T.alloc_fragment((C,), f32)
+                overlap = T.alloc_fragment((64, 64), f32)
                 for turn in T.serial(turns):
                     item = T.alloc_var(i32, init=turn * blocks + block)
                     chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -362,7 +341,10 @@ def build_gradients(spec: KernelSpec):
                             fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
                             multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
                             T.copy(fade[p, :], key_factor)
-                            product = dot_states(s_tile, d_tile, thread - GROUP)
+                            # The diagonal of S^T dS'^T^T, 64 rows of V on 64, sums to <S, dS'>.
+                            T.wgmma_gemm(s_tile[0, :, :], d_tile[0, :, :], overlap, transpose_B=True, clear_accum=True)
+                            if PANELS == 2:
+                                T.wgmma_gemm(s_tile[1, :, :], d_tile[1, :, :], overlap, transpose_B=True)
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
                                 T.mbarrier_arrive(s_free[h])
@@ -375,8 +357,9 @@ def build_gradients(spec: KernelSpec):
                             T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum, transpose_A=True)
                             T.copy(key_dot, recalled_dot[p, :])
                             T.copy(left_dot, leaving_dot[p, :])
-                            if thread % WARP == 0:
-                                carried[p, (thread - GROUP) // WARP] = product
+                            for a, b in T.Parallel(64, 64):
+                                if a == b:
+                                    carried[p, a] = overlap[a, b]
                             T.mbarrier_arrive(summed[p])
                             T.fence_proxy_async()
                             T.wait_wgmma(0)
