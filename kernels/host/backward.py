@@ -54,12 +54,12 @@ class Slab:
     values: torch.Tensor
 
 
-def slabs_of(x: Inputs, tables: Tables, budget: int = SCRATCH_BUDGET) -> list[Slab]:
-    """Slabs that cover all value heads, one after the other in the same memory of at most `budget` bytes."""
+def slabs_of(x: Inputs, tables: Tables) -> list[Slab]:
+    """Slabs that cover all value heads, one after the other in the same memory of about SCRATCH_BUDGET at most."""
     heads, width = x.v.shape[1:]
     chunks = len(tables.chunks)
     parts = (chunks * width * width, chunks * width * width, chunks * CHUNK * width)
-    runs = head_slabs(heads, heads // x.q.shape[1], sum(parts) * x.q.element_size(), budget)
+    runs = head_slabs(heads, heads // x.q.shape[1], sum(parts) * x.q.element_size(), SCRATCH_BUDGET)
     most = max(count for _, count in runs)
     memory = [torch.empty(most * part, dtype=x.q.dtype, device=x.q.device) for part in parts]
 
