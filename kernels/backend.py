@@ -65,7 +65,7 @@ def select(backend: str, device: torch.device, *, needs_grad: bool, sizes: Sizes
 
     Raises:
         ValueError: an unknown name; backend="tilelang" with sizes that no kernel takes.
-        NotImplementedError: the named backend cannot run here, or not with gradients.
+        NotImplementedError: the named backend cannot run here.
         RuntimeError: "auto" in training on CUDA where only the torch backend could: its speed is not what anyone
             trains with.
     """

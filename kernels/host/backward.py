@@ -54,11 +54,16 @@ class Slab:
     values: torch.Tensor
 
 
+def slab_parts(chunks: int, width: int) -> tuple[int, int, int]:
+    """Elements of a slab's states, dstates and values for one value head."""
+    return chunks * width * width, chunks * width * width, chunks * CHUNK * width
+
+
 def slabs_of(x: Inputs, tables: Tables) -> list[Slab]:
     """Slabs that cover all value heads, one after the other in the same memory of about SCRATCH_BUDGET at most."""
     heads, width = x.v.shape[1:]
     chunks = len(tables.chunks)
-    parts = (chunks * width * width, chunks * width * width, chunks * CHUNK * width)
+    parts = slab_parts(chunks, width)
     runs = head_slabs(heads, heads // x.q.shape[1], sum(parts) * x.q.element_size(), SCRATCH_BUDGET)
     most = max(count for _, count in runs)
     memory = [torch.empty(most * part, dtype=x.q.dtype, device=x.q.device) for part in parts]

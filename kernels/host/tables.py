@@ -20,6 +20,35 @@ from flashqla_cp.kernels.spec import make_spec
 from flashqla_cp.kernels.tuning import segment_chunks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSizes:
+    """Rows of the tables, bounds that need no offset: see Tables."""
+
+    most: int
+    divided: bool
+    chunks: int
+    segments: int
+    rows: int
+
+    @classmethod
+    def of(
+        cls,
+        num_tokens: int,
+        num_chains: int,
+        *,
+        num_v_heads: int,
+        processors: int,
+        exchanged: bool = False,
+        longest: int | None = None,
+    ) -> TableSizes:
+        """Sizes for chains of num_tokens in all and `longest` at most; exchanged: any may go on elsewhere."""
+        most = segment_chunks(num_tokens, num_v_heads, processors)
+        chunks = num_tokens // CHUNK + num_chains
+        divided = exchanged or -(-(num_tokens if longest is None else longest) // CHUNK) > most
+        rows = chunks // most + (num_chains if exchanged else 0) if divided else 0
+        return cls(most=most, divided=divided, chunks=chunks, segments=chunks // most + num_chains, rows=max(rows, 1))
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tables:
     """Chunks and segments of chains; rows past the last are ghosts.
@@ -59,30 +88,33 @@ class Tables:
         chain, if known; processors: multiprocessors to keep busy.
         """
         chains = len(start)
-        most = segment_chunks(num_tokens, num_v_heads, processors)
-        chunks = num_tokens // CHUNK + chains
-        reach = num_tokens if longest is None else longest
-        divided = -(-reach // CHUNK) > most or exchanged is not None
-        rows = chunks // most + (chains if exchanged is not None else 0) if divided else 0
+        size = TableSizes.of(
+            num_tokens,
+            chains,
+            num_v_heads=num_v_heads,
+            processors=processors,
+            exchanged=exchanged is not None,
+            longest=longest,
+        )
 
         def table(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=start.device)
 
-        links = table(max(rows, 1), column.LINK_COLUMNS)
+        links = table(size.rows, column.LINK_COLUMNS)
         made = cls(
             num_tokens=num_tokens,
             num_chains=chains,
-            most=most,
-            divided=divided,
-            chunks=table(chunks, column.CHUNK_COLUMNS),
-            segments=table(chunks // most + chains, column.COLUMNS),
+            most=size.most,
+            divided=size.divided,
+            chunks=table(size.chunks, column.CHUNK_COLUMNS),
+            segments=table(size.segments, column.COLUMNS),
             links=links,
             back_links=links if exchanged is None else torch.empty_like(links),
         )
         base = table(3 if exchanged is None else 4, chains + 1)
         spec = make_spec("tables", arch, flags={"exchange": exchanged is not None})
         ends = (start, end, *((base.view(-1),) * 2 if exchanged is None else exchanged))
-        launch(spec, *ends, base, made.chunks, made.segments, made.links, made.back_links, num_tokens, most)
+        launch(spec, *ends, base, made.chunks, made.segments, made.links, made.back_links, num_tokens, size.most)
         return made
 
     def rows_of(self, length: torch.Tensor, more: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from flashqla_cp import build_cp_context, chunk_gated_delta_rule
 from flashqla_cp.testing.metrics import worst_after_cuts
 from flashqla_cp.testing.spawn import run_ranks
 
-DIM = 64
+DIM = 128
 STATES = torch.randn(6, 2, DIM, DIM, generator=torch.Generator().manual_seed(1))
 
 
@@ -62,10 +62,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.slow] * (case != "zigzag-sharded")) for case in CASES]
+)
 def test_gradients_on_ranks(case):
     check(*CASES[case])
 
 
+@pytest.mark.slow
 def test_without_states():
     check(2, PACKED, "contiguous", "mixed", "sharded", states=False)
