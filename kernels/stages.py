@@ -71,10 +71,9 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
     return found
 
 
-def _register(stage: str, folders: Mapping[str, str], file: str = "") -> None:
-    """Enter the builder of a stage for each family. file: where it stands, if not in one named like the stage."""
+def _register(stage: str, folders: Mapping[str, str], module_name: str = "") -> None:
     for family, folder in folders.items():
-        module = f"flashqla_cp.kernels.{folder}.{file or stage}"
+        module = f"flashqla_cp.kernels.{folder}.{module_name or stage}"
         register_builder(
             stage, family, f"{module}:build_{stage}", [_HERE / "blocks", _HERE / "chunks.py"], _PASS_CONFIGS, _ROWS
         )
@@ -83,6 +82,12 @@ def _register(stage: str, folders: Mapping[str, str], file: str = "") -> None:
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}
 for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows", "fold", "gate_grad"):
     _register(_stage, _PORTABLE)
-for _stage in ("summary", "forward", "replay", "sweep", "gradients"):
-    _register(_stage, {"sm90": "sm90", "sm100": "sm100"})
-_register("summary_grad", {"sm90": "sm90", "sm100": "sm100"}, "sweep")
+for _stage, _module in (
+    ("summary", ""),
+    ("forward", ""),
+    ("replay", ""),
+    ("sweep", ""),
+    ("summary_grad", "sweep"),
+    ("gradients", ""),
+):
+    _register(_stage, {"sm90": "sm90", "sm100": "sm100"}, _module)

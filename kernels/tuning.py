@@ -129,17 +129,48 @@ def summary_config(spec: KernelSpec) -> TileConfig:
     return _sweep_config(spec, 1, False, 5, {"workers": 208, "helpers": 88})
 
 
+def replay_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the replay: as summary, and tiles in which states and values leave."""
+    return _sweep_config(spec, 1, False, 4, {"workers": 208, "helpers": 88}, leaving=1.5)
+
+
+def sweep_config(spec: KernelSpec, *, stores: bool) -> TileConfig:
+    """Launch shape of the gradients' recurrence: as forward, and tiles in which states' gradients leave."""
+    registers = {"workers": 192, "scorers": 104, "copier": 24}
+    return _sweep_config(spec, 2, True, 3, registers, leaving=1.5 if stores else 0)
+
+
+def gradients_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the chunkwise gradients: two warpgroups that multiply, and one that serves them."""
+    chunk, width = 64, spec.dim("head_dim")
+    tile, square = 2 * chunk * width, 2 * chunk * chunk
+    shared = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
+    roles = (
+        Role(name="multipliers", threads=2 * WARPGROUP, registers=232),
+        Role(name="keepers", threads=WARPGROUP, registers=40),
+    )
+    return TileConfig(roles=roles, stages=1, shared_bytes=shared)
+
+
 def _sweep_config(
-    spec: KernelSpec, key_tiles: int, scores: bool, most_stages: int, registers: dict[str, int]
+    spec: KernelSpec,
+    key_tiles: int,
+    scores: bool,
+    most_stages: int,
+    registers: dict[str, int],
+    leaving: float | None = None,
 ) -> TileConfig:
     """Stages of `key_tiles` key-like tiles, one value tile and one inverse (and one of scores), 2 bytes an element.
+
+    leaving: what is stored from shared memory, in states; the output of one chunk unless given.
 
     With sums in tensor memory so are the left operands for heads of 128 (a state, two of a chunk's), else shared.
     """
     chunk, width = 64, spec.dim("head_dim")
     tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * 4
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
-    fixed = (tile if scores else 0) + 1024
+    fixed = (tile if scores else 0) if leaving is None else int(leaving * 2 * width * width)
+    fixed += 1024
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]
