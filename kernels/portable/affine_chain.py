@@ -41,27 +41,33 @@ def build_affine_chain(spec: KernelSpec):
     states = T.dynamic("states") if reverse else rows  # rows of the corrections
     listed = chains if has_initial else T.dynamic("listed")
 
+    def part_of(thread):
+        """Of the inner dimension."""
+        return thread // (WARP * SIDES)
+
+    def columns_of(thread):
+        return (thread // WARP % SIDES * (WARP // GROUPS) + thread % WARP // GROUPS) * WIDE
+
     @T.macro
     def multiply(tile, state, partial, thread):
         """partial[part] = the warps' share of M S, or of M^T S in reverse."""
         sums = T.alloc_local((WIDE * 8,), f32)
         m = T.alloc_local((4 * 8,), f32)
         s = T.alloc_local((WIDE,), f32)
-        part = T.alloc_var(i32, init=thread // WARP // SIDES)
-        side = T.alloc_var(i32, init=(thread // WARP % SIDES * (WARP // GROUPS) + thread % WARP // GROUPS) * WIDE)
-        lane = T.alloc_var(i32, init=thread % GROUPS)
         for i in T.unroll(WIDE * 8):
             sums[i] = 0.0
         for quad in T.unroll(RUN // 4):
             for i in T.unroll(8):
                 for e in T.vectorized(4):
                     if reverse:  # 4 inner ones of output i
-                        m[i * 4 + e] = tile[i * GROUPS + lane, part * RUN + quad * 4 + e]
+                        m[i * 4 + e] = tile[i * GROUPS + thread % GROUPS, part_of(thread) * RUN + quad * 4 + e]
                     else:  # 4 outputs by an inner one
-                        m[i * 4 + e] = tile[part * RUN + quad * 4 + i // 2, i % 2 * (K // 2) + lane * 4 + e]
+                        m[i * 4 + e] = tile[
+                            part_of(thread) * RUN + quad * 4 + i // 2, i % 2 * (K // 2) + thread % GROUPS * 4 + e
+                        ]
             for r in T.unroll(4):
                 for e in T.vectorized(WIDE):
-                    s[e] = state[part * RUN + quad * 4 + r, side + e]
+                    s[e] = state[part_of(thread) * RUN + quad * 4 + r, columns_of(thread) + e]
                 for v in T.unroll(WIDE):
                     for i in T.unroll(8):
                         if reverse:
@@ -71,11 +77,13 @@ def build_affine_chain(spec: KernelSpec):
         for v in T.unroll(WIDE):
             if reverse:
                 for i in T.unroll(8):
-                    partial[part, side + v, i * GROUPS + lane] = sums[v * 8 + i]
+                    partial[part_of(thread), columns_of(thread) + v, i * GROUPS + thread % GROUPS] = sums[v * 8 + i]
             else:
                 for half in T.unroll(2):
                     for e in T.vectorized(4):
-                        partial[part, side + v, half * (K // 2) + lane * 4 + e] = sums[v * 8 + half * 4 + e]
+                        partial[part_of(thread), columns_of(thread) + v, half * (K // 2) + thread % GROUPS * 4 + e] = (
+                            sums[v * 8 + half * 4 + e]
+                        )
 
     @T.macro
     def fetch(correction, row, head, tile):
