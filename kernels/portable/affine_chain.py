@@ -99,10 +99,10 @@ def build_affine_chain(spec: KernelSpec):
         T.sync_threads()
 
     @T.macro
-    def chain_states(
-        block, group, links, corrects, correction, boundary, carried, initial, entry_row, tile, state, partial
-    ):
+    def chain_states(block, group, maps, boundary, carried, initial, entry_row, shared):
         """The states of one chain, COLUMNS columns of V."""
+        links, corrects, correction = maps
+        tile, state, partial = shared
         thread = T.get_thread_binding()
         head = T.alloc_var(i32, init=T.truncmod(block, HV))
         row = T.alloc_var(i32, init=T.truncdiv(block, HV))
@@ -159,8 +159,10 @@ def build_affine_chain(spec: KernelSpec):
             by = by + way
 
     @T.macro
-    def chain_corrections(block, group, links, corrects, correction, final_correction, tile, state, partial):
+    def chain_corrections(block, group, maps, final_correction, shared):
         """The chain's own M^T: the product of its segments', zero where one of them forgets; COLUMNS inputs of K."""
+        links, corrects, correction = maps
+        tile, state, partial = shared
         thread = T.get_thread_binding()
         head = T.alloc_var(i32, init=T.truncmod(block, HV))
         row = T.alloc_var(i32, init=T.truncdiv(block, HV))
@@ -192,6 +194,14 @@ def build_affine_chain(spec: KernelSpec):
                     thread % K, v
                 ]
 
+    @T.macro
+    def memory():
+        """M^T of a step, the states that it meets, and sums."""
+        tile = T.alloc_shared((K, K + PAD), f32)
+        state = T.alloc_shared((K, COLUMNS + PAD), f32)
+        partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
+        return tile, state, partial
+
     if whole:
 
         @T.prim_func
@@ -206,28 +216,12 @@ def build_affine_chain(spec: KernelSpec):
             final_correction: T.Tensor((chains, HV, K, K), f32),
         ):
             with T.Kernel(rows * HV, (V + K) // COLUMNS, threads=THREADS) as (block, group):
-                tile = T.alloc_shared((K, K + PAD), f32)
-                state = T.alloc_shared((K, COLUMNS + PAD), f32)
-                partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
+                shared = memory()
+                maps = (links, corrects, correction)
                 if group < V // COLUMNS:
-                    chain_states(
-                        block,
-                        group,
-                        links,
-                        corrects,
-                        correction,
-                        boundary,
-                        carried,
-                        initial,
-                        entry_row,
-                        tile,
-                        state,
-                        partial,
-                    )
+                    chain_states(block, group, maps, boundary, carried, initial, entry_row, shared)
                 else:
-                    chain_corrections(
-                        block, group - V // COLUMNS, links, corrects, correction, final_correction, tile, state, partial
-                    )
+                    chain_corrections(block, group - V // COLUMNS, maps, final_correction, shared)
 
     else:
 
@@ -242,22 +236,7 @@ def build_affine_chain(spec: KernelSpec):
             carried: T.Tensor((rows, HV, V, K), f32),
         ):
             with T.Kernel(rows * HV, V // COLUMNS, threads=THREADS) as (block, group):
-                tile = T.alloc_shared((K, K + PAD), f32)
-                state = T.alloc_shared((K, COLUMNS + PAD), f32)
-                partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
-                chain_states(
-                    block,
-                    group,
-                    links,
-                    corrects,
-                    correction,
-                    boundary,
-                    carried,
-                    initial,
-                    entry_row,
-                    tile,
-                    state,
-                    partial,
-                )
+                maps = (links, corrects, correction)
+                chain_states(block, group, maps, boundary, carried, initial, entry_row, memory())
 
     return affine_chain
