@@ -146,8 +146,8 @@ def gradients_config(spec: KernelSpec) -> TileConfig:
     tile, square = 2 * chunk * width, 2 * chunk * chunk
     shared = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     roles = (
-        Role(name="multipliers", threads=2 * WARPGROUP, registers=232),
-        Role(name="keepers", threads=WARPGROUP, registers=40),
+        Role(name="multipliers", threads=2 * WARPGROUP, registers=224),
+        Role(name="keepers", threads=WARPGROUP, registers=56),
     )
     return TileConfig(roles=roles, stages=1, shared_bytes=shared)
 
