@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from grad_cases import expected_of, gradients_of, hold
+from grad_cases import expected_of, finely, gradients_of, hold
 from test_op_emulated import OFFSETS, SCHEDULES, emulation, everything, inputs_of
 
 # The kernels of the backward that are there.
@@ -14,7 +14,7 @@ ARCHES = ("sm_90a",)
 def check(arch, tensors, offsets=None, initial=None, l2norm=False, **how):
     """All gradients are within their bars, and 0 in the padded tail."""
     cu = None if offsets is None else torch.tensor(offsets)
-    with emulation(arch, **how):
+    with finely(), emulation(arch, **how):
         found = gradients_of(tensors, initial, cu_seqlens=cu, use_qk_l2norm_in_kernel=l2norm)
     errors = hold(found, expected_of(tensors, initial, offsets, l2norm))
     for name in ("q", "k", "v", "g", "beta"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
 import torch
-from grad_cases import expected_of, gradients_of, hold, leaves_of, upstream
+from grad_cases import expected_of, finely, gradients_of, hold, leaves_of, upstream
 from plain_stages import STAGES
 from test_op_emulated import OFFSETS, PROCESSORS, TOKENS, emulated, emulation, inputs_of
 
@@ -22,9 +23,11 @@ from flashqla_cp.testing.oracle import gated_delta_rule_oracle
 DIM = 128
 
 
+@contextmanager
 def plain():
     """Emulated forward, plain backward."""
-    return emulation("sm_90a", races=False, plain=STAGES)
+    with finely(), emulation("sm_90a", races=False, plain=STAGES) as launched:
+        yield launched
 
 
 def packed(heads=1, gates="weak"):
@@ -239,16 +242,9 @@ def test_bytes_are_known_beforehand(l2norm):
             use_qk_l2norm_in_kernel=l2norm,
             backend="tilelang",
         )
-    said = training_bytes(
-        TOKENS,
-        len(OFFSETS) - 1,
-        num_heads=1,
-        num_v_heads=2,
-        head_dim=DIM,
-        processors=PROCESSORS,
-        l2norm=l2norm,
-        num_entries=len(OFFSETS) - 1,
-    )
+    sizes = {"num_heads": 1, "num_v_heads": 2, "head_dim": DIM, "processors": PROCESSORS}
+    with finely():
+        said = training_bytes(TOKENS, len(OFFSETS) - 1, **sizes, l2norm=l2norm, num_entries=len(OFFSETS) - 1)
     assert said.saved == sum(kept.values())
     assert 0 < said.scratch < backward.SCRATCH_BUDGET // 8  # a small call
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from grad_cases import NAMES, expected_of, hold, upstream
+from grad_cases import NAMES, expected_of, finely, hold, upstream
 from plain_stages import STAGES
 from test_op_emulated import emulation, inputs_of
 
@@ -26,7 +26,7 @@ def _sharded(rank, offsets, layout, gates, exchange, states, plain):
     leaves = [context.shard(x).requires_grad_() for x in whole]
     initial = STATES[: len(offsets) - 1].clone().requires_grad_() if states else None
     do, dstate = upstream(whole[2], STATES[: len(offsets) - 1])
-    with emulation("sm_90a", races=False, plain=STAGES if plain else None):
+    with finely(1), emulation("sm_90a", races=False, plain=STAGES if plain else None):
         o, state = chunk_gated_delta_rule(
             *leaves, initial_state=initial, output_final_state=states, cp_context=context, backend="tilelang"
         )
