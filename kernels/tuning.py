@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.spec import KernelSpec
@@ -12,6 +13,7 @@ WARPGROUP = 128
 REGISTER_STEP = 8
 LEAST_REGISTERS = 24
 TENSOR_MEMORY_STEP = 32
+GATE_GRAD_TOKENS = 256  # of a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,3 +207,13 @@ def segment_chunks(num_tokens: int, num_v_heads: int, processors: int) -> int:
         if cost < least:
             best, least = length, cost
     return best
+
+
+def head_slabs(num_v_heads: int, ratio: int, head_bytes: int, budget: int) -> list[tuple[int, int]]:
+    """(first value head, number of them) of near equal slabs, whole groups of `ratio`, whose scratch of head_bytes per
+    value head stays within `budget`; a slab has one group at least."""
+    groups = num_v_heads // ratio
+    most = min(max(budget // max(head_bytes * ratio, 1), 1), groups)
+    count = -(groups // -most)
+    cuts = [groups * slab // count * ratio for slab in range(count + 1)]
+    return [(begin, end - begin) for begin, end in pairwise(cuts)]
