@@ -143,16 +143,16 @@ def sweep_config(spec: KernelSpec, *, stores: bool) -> TileConfig:
 
 
 def gradients_config(spec: KernelSpec) -> TileConfig:
-    """Launch shape of the chunkwise gradients: two warpgroups that multiply, one that serves them, a ring of tiles."""
-    width = spec.dim("head_dim")
-    tile, square, vectors = 2 * 64 * width, 2 * 64 * 64, 4 * 64 * 20
-    fixed = 2 * tile + 2 * square + 3 * 64 * 64 + vectors + 1024
-    slots = pipeline_stages(spec.target, tile, fixed, 10)
+    """Launch shape of the chunkwise gradients: two warpgroups that multiply, and one that serves them."""
+    chunk, width = 64, spec.dim("head_dim")
+    tile, square = 2 * chunk * width, 2 * chunk * chunk
+    tiles = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square
+    shared = tiles + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     roles = (
         Role(name="multipliers", threads=2 * WARPGROUP, registers=224),
         Role(name="keepers", threads=WARPGROUP, registers=56),
     )
-    return TileConfig(roles=roles, stages=slots, shared_bytes=fixed + slots * tile)
+    return TileConfig(roles=roles, stages=1, shared_bytes=shared)
 
 
 def _sweep_config(

@@ -71,31 +71,27 @@ def build_gradients(spec: KernelSpec):
     ratio, dtype, f32, i32 = spec.dim("ratio"), spec.dtype("qkv"), "float32", "int32"
     l2norm, sigmoid, double = (spec.has(flag) for flag in ("l2norm", "sigmoid", "double"))
     config = gradients_config(spec)
-    PARTS = V // 64  # of a state, in rows of V
-    # Tiles of a value head in the order of the ring: dO, dV, U, the parts of S, those of dS'.
-    O, R, U, S, D = 0, 1, 2, 3, 3 + PARTS
-    TILES, SLOTS = 3 + 2 * PARTS, config.stages
+    PANELS = V // 64
     least = LEAST_STRENGTH[dtype]
     tokens, chunks, H, HV, slab, listed = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "slab", "listed"))
     qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
     bt, bh = T.dynamic("beta_token"), T.dynamic("beta_head")
 
-    def slot(n, tile):
-        """Where the n-th value head's tile is in the ring."""
-        return T.truncmod(n * TILES + tile, SLOTS)
-
-    def turn_of(n, tile):
-        """Parity of the ring's turn that brings it."""
-        return T.truncmod(T.truncdiv(n * TILES + tile, SLOTS), 2)
+    @T.macro
+    def multiply_rows(left, right, sums, p):
+        """Start sums [C, C] = left right^T of a value head's rows."""
+        T.wgmma_gemm(left[p * PANELS, :, :], right[p * PANELS, :, :], sums, transpose_B=True, clear_accum=True)
+        if PANELS == 2:
+            T.wgmma_gemm(left[p * PANELS + 1, :, :], right[p * PANELS + 1, :, :], sums, transpose_B=True)
 
     @T.macro
-    def multiply_states(ring, full, n, rows, state, sums):
+    def multiply_states(rows, state, sums, p, full, phase):
         """Start sums [C, K] = a value head's rows times a state, as its parts arrive."""
-        T.mbarrier_wait_parity(full[slot(n, state)], turn_of(n, state))
-        T.wgmma_gemm(ring[slot(n, rows), :, 0:64], ring[slot(n, state), :, :], sums, clear_accum=True)
-        if PARTS == 2:
-            T.mbarrier_wait_parity(full[slot(n, state + 1)], turn_of(n, state + 1))
-            T.wgmma_gemm(ring[slot(n, rows), :, 64:128], ring[slot(n, state + 1), :, :], sums)
+        T.mbarrier_wait_parity(full[0], phase)
+        T.wgmma_gemm(rows[p * PANELS, :, :], state[0, :, :], sums, clear_accum=True)
+        if PANELS == 2:
+            T.mbarrier_wait_parity(full[1], phase)
+            T.wgmma_gemm(rows[p * PANELS + 1, :, :], state[1, :, :], sums)
 
     @T.macro
     def fold_part(part, sums, factor, tile, dot):
@@ -177,7 +173,11 @@ def build_gradients(spec: KernelSpec):
         blocks: T.int32,
     ):
         with T.Kernel(blocks, threads=config.threads) as block:
-            ring = T.alloc_shared((SLOTS, 64, K), dtype)
+            o_tile = T.alloc_shared((2 * PANELS, C, 64), dtype)
+            r_tile = T.alloc_shared((2 * PANELS, C, 64), dtype)  # dV
+            u_tile = T.alloc_shared((2 * PANELS, C, 64), dtype)
+            s_tile = T.alloc_shared((PANELS, 64, K), dtype)
+            d_tile = T.alloc_shared((PANELS, 64, K), dtype)
             q_tile = T.alloc_shared((1, C, K), dtype)
             k_tile = T.alloc_shared((1, C, K), dtype)
             a_tile = T.alloc_shared((C, C), dtype)
@@ -198,12 +198,16 @@ def build_gradients(spec: KernelSpec):
             diagonal = T.alloc_shared((2, C), f32)
             carried = T.alloc_shared((2, 64), f32)
             partial = T.alloc_shared((4,), f32)
-            full = T.alloc_barrier([WARP] * SLOTS)
-            free = T.alloc_barrier([2 * GROUP] * SLOTS)
+            rows_full = T.alloc_barrier([WARP] * 2)
             rows_ready = T.alloc_barrier([KEEPERS] * 2)
+            rows_free = T.alloc_barrier([2 * GROUP] * 2)
             keys_full = T.alloc_barrier([WARP])
             keys_ready = T.alloc_barrier([KEEPERS])
             keys_free = T.alloc_barrier([2 * GROUP])
+            s_full = T.alloc_barrier([WARP] * PANELS)
+            s_free = T.alloc_barrier([2 * GROUP] * PANELS)
+            d_full = T.alloc_barrier([WARP] * PANELS)
+            d_free = T.alloc_barrier([GROUP] * PANELS)
             made = T.alloc_barrier([GROUP])
             taken = T.alloc_barrier([GROUP])
             summed = T.alloc_barrier([2 * GROUP] * 2)
@@ -236,21 +240,12 @@ def build_gradients(spec: KernelSpec):
                         for j in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
-                            T.mbarrier_wait_parity(full[slot(n, U)], turn_of(n, U))
-                            T.wgmma_gemm(
-                                ring[slot(n, O), :, :], ring[slot(n, U), :, :], asked, transpose_B=True, clear_accum=True
-                            )
-                            T.wgmma_gemm(
-                                ring[slot(n, R), :, :],
-                                ring[slot(n, U), :, :],
-                                written,
-                                transpose_B=True,
-                                clear_accum=True,
-                            )
+                            multiply_rows(o_tile, u_tile, asked, p)
+                            multiply_rows(r_tile, u_tile, written, p)
                             T.copy(gate[p, :], row_gate)
                             T.copy(gate[p, :], column_gate)
                             T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
-                            T.wait_wgmma(1)
+                            T.wait_wgmma(PANELS)
                             for a, b in T.Parallel(C, C):
                                 asked[a, b] = T.if_then_else(
                                     a >= b, asked[a, b] * scale * T.exp2(row_gate[a] - column_gate[b]), 0.0
@@ -258,8 +253,6 @@ def build_gradients(spec: KernelSpec):
                             T.copy(asked, pair16)
                             T.copy(pair16, a_tile)
                             T.wait_wgmma(0)
-                            T.mbarrier_arrive(free[slot(n, R)])
-                            T.mbarrier_arrive(free[slot(n, U)])
                             for a, b in T.Parallel(C, C):
                                 if a == b:
                                     diagonal[p, a] = written[a, b]
@@ -286,7 +279,7 @@ def build_gradients(spec: KernelSpec):
                             T.wait_wgmma(1)
                             for a, b in T.Parallel(C, C):
                                 asked[a, b] = asked[a, b] + written[a, b] * scores[a, b]
-                            multiply_states(ring, full, n, O, S, query_part)
+                            multiply_states(o_tile, s_tile, query_part, p, s_full, n % 2)
                             T.reduce_sum(asked, row_sum, dim=1)
                             for a, b in T.Parallel(C, C):
                                 if a >= HALF:
@@ -305,18 +298,15 @@ def build_gradients(spec: KernelSpec):
                                         column_sum = column_sum + upper_pull[a, thread]
                                 pulls[p, thread] = pulls[p, thread] - column_sum
                             T.wait_wgmma(0)
-                            T.mbarrier_arrive(free[slot(n, O)])
-                            for h in T.unroll(PARTS):
-                                T.mbarrier_arrive(free[slot(n, S + h)])
+                            for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(s_free[h])
+                            T.mbarrier_arrive(rows_free[p])
                             T.copy(read[p, :], query_factor)
                             fold_part(query_part, query_sum, query_factor, q_tile, query_dot)
                             T.copy(query_dot, asked_dot[p, :])
                             T.mbarrier_arrive(summed[p])
                             # Here and not in front of the next products, where it would wait for stores of results.
                             T.fence_proxy_async()
-                            for h in T.unroll(PARTS):
-                                T.mbarrier_wait_parity(full[slot(n, D + h)], turn_of(n, D + h))
-                                T.mbarrier_arrive(free[slot(n, D + h)])
                             n = n + 1
                         if l2norm:
                             unnormalize(query_sum, query_part, query_dot, query_factor, q_tile, q_norm)
@@ -344,31 +334,22 @@ def build_gradients(spec: KernelSpec):
                         for j in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
-                            T.mbarrier_arrive(free[slot(n, O)])
-                            multiply_states(ring, full, n, R, S, key_part)
+                            multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
                             T.copy(grow[p, :], key_factor)
                             T.wait_wgmma(0)
-                            T.mbarrier_arrive(free[slot(n, R)])
                             T.mbarrier_wait_parity(keys_ready, done % 2)
                             fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
-                            T.mbarrier_wait_parity(full[slot(n, U)], turn_of(n, U))
-                            multiply_states(ring, full, n, U, D, key_part)
+                            multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
                             T.copy(fade[p, :], key_factor)
-                            # The diagonal of S dS'^T, 64 rows of V on 64, sums to <S, dS'>.
-                            T.wgmma_gemm(
-                                ring[slot(n, S), :, :],
-                                ring[slot(n, D), :, :],
-                                overlap,
-                                transpose_B=True,
-                                clear_accum=True,
-                            )
-                            if PARTS == 2:
-                                T.wgmma_gemm(
-                                    ring[slot(n, S + 1), :, :], ring[slot(n, D + 1), :, :], overlap, transpose_B=True
-                                )
+                            # The diagonal of S^T dS'^T^T, 64 rows of V on 64, sums to <S, dS'>.
+                            T.wgmma_gemm(s_tile[0, :, :], d_tile[0, :, :], overlap, transpose_B=True, clear_accum=True)
+                            if PANELS == 2:
+                                T.wgmma_gemm(s_tile[1, :, :], d_tile[1, :, :], overlap, transpose_B=True)
                             T.wait_wgmma(0)
-                            for tile in T.unroll(TILES - U):
-                                T.mbarrier_arrive(free[slot(n, U + tile)])
+                            for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(s_free[h])
+                                T.mbarrier_arrive(d_free[h])
+                            T.mbarrier_arrive(rows_free[p])
                             fold_part(key_part, key_sum, key_factor, k_tile, left_dot)
                             T.mbarrier_wait_parity(made, n % 2)
                             T.wgmma_gemm(a_tile, q_tile[0, :, :], key_sum, transpose_A=True)
@@ -401,43 +382,43 @@ def build_gradients(spec: KernelSpec):
                         start = T.alloc_var(i32, init=chunk_table[chunk, 0])
                         if chunk_table[chunk, 1] > 0:
                             for j in T.serial(ratio):
+                                p = T.alloc_var(i32, init=n % 2)
                                 head = T.alloc_var(i32, init=offset + place + j)
-                                for tile in T.unroll(TILES):
-                                    T.mbarrier_wait_parity(free[slot(n, tile)], turn_of(n, tile) ^ 1)
-                                    if tile == O:
-                                        T.tma_copy(
-                                            decay[chunk, head, 0:C], gate[n % 2, :], barrier=full[slot(n, tile)]
-                                        )
-                                        T.tma_copy(
-                                            do[start : start + C, head, 0:V],
-                                            ring[slot(n, tile), :, :],
-                                            barrier=full[slot(n, tile)],
-                                        )
-                                    elif tile == R:
-                                        T.tma_copy(
-                                            dv[start : start + C, head, 0:V],
-                                            ring[slot(n, tile), :, :],
-                                            barrier=full[slot(n, tile)],
-                                        )
-                                    elif tile == U:
-                                        T.tma_copy(
-                                            values[chunk, place + j, 0:C, 0:V],
-                                            ring[slot(n, tile), :, :],
-                                            barrier=full[slot(n, tile)],
-                                        )
-                                    elif tile < D:
-                                        T.tma_copy(
-                                            states[chunk, place + j, (tile - S) * 64 : (tile - S) * 64 + 64, 0:K],
-                                            ring[slot(n, tile), :, :],
-                                            barrier=full[slot(n, tile)],
-                                        )
-                                    else:
-                                        T.tma_copy(
-                                            dstates[chunk, place + j, (tile - D) * 64 : (tile - D) * 64 + 64, 0:K],
-                                            ring[slot(n, tile), :, :],
-                                            barrier=full[slot(n, tile)],
-                                        )
-                                    T.mbarrier_arrive(full[slot(n, tile)])
+                                T.mbarrier_wait_parity(rows_free[p], ((n // 2) % 2) ^ 1)
+                                T.tma_copy(decay[chunk, head, 0:C], gate[p, :], barrier=rows_full[p])
+                                for h in T.unroll(PANELS):
+                                    T.tma_copy(
+                                        do[start : start + C, head, h * 64 : h * 64 + 64],
+                                        o_tile[p * PANELS + h, :, :],
+                                        barrier=rows_full[p],
+                                    )
+                                    T.tma_copy(
+                                        dv[start : start + C, head, h * 64 : h * 64 + 64],
+                                        r_tile[p * PANELS + h, :, :],
+                                        barrier=rows_full[p],
+                                    )
+                                    T.tma_copy(
+                                        values[chunk, place + j, 0:C, h * 64 : h * 64 + 64],
+                                        u_tile[p * PANELS + h, :, :],
+                                        barrier=rows_full[p],
+                                    )
+                                T.mbarrier_arrive(rows_full[p])
+                                for h in T.unroll(PANELS):
+                                    T.mbarrier_wait_parity(s_free[h], (n % 2) ^ 1)
+                                    T.tma_copy(
+                                        states[chunk, place + j, h * 64 : h * 64 + 64, 0:K],
+                                        s_tile[h, :, :],
+                                        barrier=s_full[h],
+                                    )
+                                    T.mbarrier_arrive(s_full[h])
+                                for h in T.unroll(PANELS):
+                                    T.mbarrier_wait_parity(d_free[h], (n % 2) ^ 1)
+                                    T.tma_copy(
+                                        dstates[chunk, place + j, h * 64 : h * 64 + 64, 0:K],
+                                        d_tile[h, :, :],
+                                        barrier=d_full[h],
+                                    )
+                                    T.mbarrier_arrive(d_full[h])
                                 n = n + 1
                 elif thread < 2 * GROUP + 2 * WARP:
                     for turn in T.serial(turns):
@@ -469,11 +450,11 @@ def build_gradients(spec: KernelSpec):
                                 strength = T.alloc_var(f32, init=0.0)
                                 if row < length:
                                     strength = T.cast(beta[start + row, offset + place + j], f32)
-                                for tile in T.unroll(U):
-                                    T.mbarrier_wait_parity(full[slot(n, tile)], turn_of(n, tile))
+                                T.mbarrier_wait_parity(rows_full[p], (n // 2) % 2)
                                 if length < C:
-                                    clear_rows_from(ring, slot(n, O), length, row, V, dtype)
-                                    clear_rows_from(ring, slot(n, R), length, row, V, dtype)
+                                    for h in T.unroll(PANELS):
+                                        clear_rows_from(o_tile, p * PANELS + h, length, row, 64, dtype)
+                                        clear_rows_from(r_tile, p * PANELS + h, length, row, 64, dtype)
                                     T.fence_proxy_async()
                                 grown = T.alloc_var(f32, init=T.exp2(gate[p, row]))
                                 read[p, row] = grown * scale
