@@ -58,7 +58,8 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        call, given, grown = ctx.call, ctx.saved_tensors[:8], ctx.saved_tensors[8:]
+        saved = ctx.saved_tensors  # once: checkpointing makes them anew
+        call, given, grown = ctx.call, saved[:8], saved[8:]
         tensors, gate = given[:5], given[5:7]
         kept = ctx.kept.with_tensors(grown)
         with torch.autocast(tensors[0].device.type, enabled=False):
