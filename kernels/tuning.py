@@ -152,7 +152,7 @@ def gradients_config(spec: KernelSpec) -> TileConfig:
     shared = tiles + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     roles = (
         Role(name="multipliers", threads=2 * WARPGROUP, registers=224),
-        Role(name="keepers", threads=WARPGROUP, registers=56),
+        Role(name="keepers", threads=WARPGROUP, registers=64),
     )
     return TileConfig(roles=roles, stages=1, shared_bytes=shared)
 

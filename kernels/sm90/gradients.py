@@ -24,45 +24,14 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 
 import tilelang.language as T
 
-from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
+from flashqla_cp.kernels.blocks.token_sums import clear_rows_from, finish_gates, finish_strength, normalize
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import gradients_config
 
 GROUP, KEEPERS, WARP, HALF = 128, 64, 32, C // 2
 PAIRS_BARRIER, KEEPERS_BARRIER = 1, 2
-L2_EPS = 1e-6
-
-
-@T.macro
-def clear_rows_from(tile, slot, length, row, dim, dtype):
-    """Zero the rows from `length` on of tile[slot] [C, dim], one thread a row."""
-    if row >= length:
-        for j in T.serial(dim // 8):
-            for e in T.vectorized(8):
-                tile[slot, row, j * 8 + e] = T.cast(0.0, dtype)
-
-
-@T.macro
-def normalize(tile, norm, row, K, dtype):
-    """Rows of tile[0] [C, K] of length 1, one thread a row; norm [C] = 1 / their length."""
-    part = T.alloc_local((8,), dtype)
-    square = T.alloc_var("float32", init=0.0)
-    for j in T.serial(K // 8):
-        for e in T.vectorized(8):
-            part[e] = tile[0, row, j * 8 + e]
-        for e in T.unroll(8):
-            square = square + T.cast(part[e], "float32") * T.cast(part[e], "float32")
-    factor = T.alloc_var("float32", init=T.rsqrt(square + L2_EPS))
-    norm[row] = factor
-    for j in T.serial(K // 8):
-        for e in T.vectorized(8):
-            part[e] = tile[0, row, j * 8 + e]
-        for e in T.unroll(8):
-            part[e] = T.cast(T.cast(part[e], "float32") * factor, dtype)
-        for e in T.vectorized(8):
-            tile[0, row, j * 8 + e] = part[e]
 
 
 def build_gradients(spec: KernelSpec):
@@ -72,7 +41,6 @@ def build_gradients(spec: KernelSpec):
     l2norm, sigmoid, double = (spec.has(flag) for flag in ("l2norm", "sigmoid", "double"))
     config = gradients_config(spec)
     PANELS = V // 64
-    least = LEAST_STRENGTH[dtype]
     tokens, chunks, H, HV, slab, listed = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "slab", "listed"))
     qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
     bt, bh = T.dynamic("beta_token"), T.dynamic("beta_head")
@@ -115,56 +83,14 @@ def build_gradients(spec: KernelSpec):
             sums[a, b] = factor[a] * (sums[a, b] - tile[0, a, b] * dot[a])
 
     @T.macro
-    def finish(
-        p,
-        row,
-        start,
-        length,
-        head,
-        carried,
-        dot,
-        leaving,
-        total,
-        pulls,
-        diagonal,
-        keep,
-        given_strength,
-        dg,
-        dbeta,
-        partial,
-    ):
-        """Gradients of a chunk's gates and write strengths from the sums over its tokens; 64 threads."""
-        warp = T.alloc_var(i32, init=row // WARP)
-        T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
-        given = T.alloc_var(f32, init=leaving[p, row])
-        slope = T.alloc_var(f32, init=dot[p, row] + total[p, row] + pulls[p, row] - given)
-        given = given + keep[p] * carried[p, row]
-        for level in T.unroll(5):
-            given = given + T.shfl_xor(given, 16 >> level)
-        if row % WARP == 0:
-            partial[warp] = given
-        for level in T.unroll(5):
-            above = T.alloc_var(f32, init=T.shfl_down(slope, 1 << level))
-            if row % WARP + (1 << level) < WARP:
-                slope = slope + above
-        if row == WARP:
-            partial[2] = slope
-        T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
-        slope = slope + partial[0] + partial[1]
-        if warp == 0:
-            slope = slope + partial[2]
+    def finish(n, row, start, length, head, strength, x, dg, dbeta):
+        """Gradients of the gates and write strengths of the n-th value head's chunk, when all its sums are there."""
+        summed, sums, diagonal, keep, partial = x
+        T.mbarrier_wait_parity(summed[n % 2], n // 2 % 2)
+        slope = finish_gates(n % 2, row, sums, keep, partial, KEEPERS_BARRIER)
         if row < length:
-            strength = T.alloc_var(f32, init=given_strength)
-            chained = T.alloc_var(f32, init=1.0)
-            if sigmoid:
-                strength = 1.0 / (1.0 + T.exp(0.0 - strength))
-                chained = strength * (1.0 - strength)
-                if double:
-                    strength = strength * 2.0
-                    chained = chained * 2.0
-            strength = T.max(strength, least)
             dg[start + row, head] = slope
-            dbeta[start + row, head] = diagonal[p, row] / strength / strength * chained
+            dbeta[start + row, head] = finish_strength(diagonal[n % 2, row], strength, dtype, sigmoid, double)
 
     @T.prim_func
     def gradients(
@@ -252,7 +178,7 @@ def build_gradients(spec: KernelSpec):
                     length = T.alloc_var(i32, init=chunk_table[chunk, 1])
                     if length > 0:
                         T.clear(query_sum)
-                        for j in T.serial(ratio):
+                        for _ in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
                             multiply_rows(o_tile, u_tile, asked, p)
@@ -342,7 +268,7 @@ def build_gradients(spec: KernelSpec):
                     length = T.alloc_var(i32, init=chunk_table[chunk, 1])
                     if length > 0:
                         T.clear(key_sum)
-                        for j in T.serial(ratio):
+                        for _ in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
                             multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
@@ -445,6 +371,8 @@ def build_gradients(spec: KernelSpec):
                             done = done + 1
                 else:
                     row = T.alloc_var(i32, init=thread - 2 * GROUP - 2 * WARP)
+                    sums = (asked_dot, recalled_dot, leaving_dot, pulls, carried)
+                    x = (summed, sums, diagonal, keep, partial)
                     last_start = T.alloc_var(i32, init=0)
                     last_length = T.alloc_var(i32, init=0)
                     last_head = T.alloc_var(i32, init=0)
@@ -487,49 +415,13 @@ def build_gradients(spec: KernelSpec):
                                     T.mbarrier_arrive(keys_ready)
                                     done = done + 1
                                 if n > 0:
-                                    T.mbarrier_wait_parity(summed[1 - p], ((n - 1) // 2) % 2)
-                                    finish(
-                                        1 - p,
-                                        row,
-                                        last_start,
-                                        last_length,
-                                        last_head,
-                                        carried,
-                                        asked_dot,
-                                        leaving_dot,
-                                        recalled_dot,
-                                        pulls,
-                                        diagonal,
-                                        keep,
-                                        last_strength,
-                                        dg,
-                                        dbeta,
-                                        partial,
-                                    )
+                                    finish(n - 1, row, last_start, last_length, last_head, last_strength, x, dg, dbeta)
                                 last_start = start
                                 last_length = length
                                 last_head = offset + place + j
                                 last_strength = strength
                                 n = n + 1
                     if n > 0:
-                        T.mbarrier_wait_parity(summed[(n - 1) % 2], ((n - 1) // 2) % 2)
-                        finish(
-                            (n - 1) % 2,
-                            row,
-                            last_start,
-                            last_length,
-                            last_head,
-                            carried,
-                            asked_dot,
-                            leaving_dot,
-                            recalled_dot,
-                            pulls,
-                            diagonal,
-                            keep,
-                            last_strength,
-                            dg,
-                            dbeta,
-                            partial,
-                        )
+                        finish(n - 1, row, last_start, last_length, last_head, last_strength, x, dg, dbeta)
 
     return gradients

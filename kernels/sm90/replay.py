@@ -15,8 +15,8 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
 from flashqla_cp.kernels.blocks.gates import spread_gate
-from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.blocks.stores import accumulator_panels, store_panels, store_transposed, transposed_accumulator
+from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import replay_config
 

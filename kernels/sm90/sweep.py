@@ -22,9 +22,9 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.blocks.scores import BARRIER, query_norms, scale_rows, score
 from flashqla_cp.kernels.blocks.stores import accumulator_panels, store_panels, store_tokens, transposed_accumulator
+from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import sweep_config
 

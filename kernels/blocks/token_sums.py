@@ -1,0 +1,83 @@
+"""What backward makes of a chunk's rows, a thread a row: norms, tails, and gradients of gates from sums over tokens."""
+
+import tilelang.language as T
+
+from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
+from flashqla_cp.kernels.chunks import CHUNK
+
+WARP = 32
+L2_EPS = 1e-6
+
+
+@T.macro
+def clear_rows_from(tile, slot, length, row, width, dtype):
+    """Zero the rows from `length` on of tile[slot] [CHUNK, width]; fences as for clear_tail."""
+    if row >= length:
+        for j in T.serial(width // 8):
+            for e in T.vectorized(8):
+                tile[slot, row, j * 8 + e] = T.cast(0.0, dtype)
+
+
+@T.macro
+def normalize(tile, norm, row, width, dtype):
+    """Rows of tile[0] [CHUNK, width] of length 1; norm [CHUNK] = 1 / what their length was."""
+    part = T.alloc_local((8,), dtype)
+    square = T.alloc_var("float32", init=0.0)
+    for j in T.serial(width // 8):
+        for e in T.vectorized(8):
+            part[e] = tile[0, row, j * 8 + e]
+        for e in T.unroll(8):
+            square = square + T.cast(part[e], "float32") * T.cast(part[e], "float32")
+    factor = T.alloc_var("float32", init=T.rsqrt(square + L2_EPS))
+    norm[row] = factor
+    for j in T.serial(width // 8):
+        for e in T.vectorized(8):
+            part[e] = tile[0, row, j * 8 + e]
+        for e in T.unroll(8):
+            part[e] = T.cast(T.cast(part[e], "float32") * factor, dtype)
+        for e in T.vectorized(8):
+            tile[0, row, j * 8 + e] = part[e]
+
+
+@T.macro
+def finish_gates(p, row, sums, keep, partial, barrier):
+    """Gradient of a token's log gate, by CHUNK threads: of G from sums over the chunk, added up from the token on.
+
+    sums: [2, CHUNK] each, half p of them: what a row reads of the state in front, what it recalls of it, what it gives
+    to the state behind, its pairs, its share of <S, dS'>. keep [2]: exp(Gc). partial [4]: shared memory.
+    """
+    read, recalled, leaving, pairs, carried = sums
+    T.sync_threads(barrier_id=barrier, arrive_count=CHUNK)
+    behind = T.alloc_var("float32", init=leaving[p, row])
+    slope = T.alloc_var("float32", init=read[p, row] + recalled[p, row] + pairs[p, row] - behind)
+    behind = behind + keep[p] * carried[p, row]
+    for level in T.unroll(5):
+        behind = behind + T.shfl_xor(behind, 16 >> level)
+    if row % WARP == 0:
+        partial[row // WARP] = behind
+    for level in T.unroll(5):
+        above = T.alloc_var("float32", init=T.shfl_down(slope, 1 << level))
+        if row % WARP + (1 << level) < WARP:
+            slope = slope + above
+    if row == WARP:
+        partial[2] = slope
+    T.sync_threads(barrier_id=barrier, arrive_count=CHUNK)
+    slope = slope + partial[0] + partial[1]
+    if row < WARP:
+        slope = slope + partial[2]
+    return slope
+
+
+@T.macro
+def finish_strength(product, given, dtype, sigmoid, double):
+    """Gradient of a write strength or, with `sigmoid`, of its logit. product: dV_i . U_i; given: of the op's beta."""
+    strength = T.alloc_var("float32", init=given)
+    chained = T.alloc_var("float32", init=1.0)
+    if sigmoid:
+        strength = 1.0 / (1.0 + T.exp(0.0 - strength))
+        chained = strength * (1.0 - strength)
+        if double:
+            strength = strength * 2.0
+            chained = chained * 2.0
+    strength = T.max(strength, LEAST_STRENGTH[dtype])
+    return product / strength / strength * chained
