@@ -21,30 +21,50 @@ def transposed_accumulator(V: int) -> Fragment:
     return Fragment([V // 64, C, 64], forward_fn=place)
 
 
-def accumulator_panels(V: int, K: int) -> Fragment:
-    """Layout of an accumulator [V, K] seen as panels [K / 64, V / 64, 64, 64], which stmatrix stores."""
+def accumulator_panel(V: int) -> Fragment:
+    """Layout of 64 columns of an accumulator [V, K] seen as [V / 64, 64, 64], which stmatrix stores."""
 
-    def place(panel, group, row, column):
+    def place(group, row, column):
         thread = group * 128 + row // 16 * 32 + row % 8 * 4 + column % 8 // 2
-        return thread, panel * 32 + column // 8 * 4 + row % 16 // 8 * 2 + column % 2
+        return thread, column // 8 * 4 + row % 16 // 8 * 2 + column % 2
 
-    return Fragment([K // 64, V // 64, 64, 64], forward_fn=place)
+    return Fragment([V // 64, 64, 64], forward_fn=place)
+
+
+def alloc_panels(V: int, K: int, dtype: str, alloc):
+    """Panels of 64 columns of a state [V, K], each [V / 64, 64, 64], by T.alloc_shared or T.alloc_fragment."""
+    return [alloc((V // 64, 64, 64), dtype) for _ in range(K // 64)]
 
 
 @T.macro
-def store_panels(panels16, tile, out, chunk, place, group, K, pending):
-    """out[chunk, place] = a state [V, K]. panels16, tile [K / 64, V / 64, 64, 64]: fragment, shared memory."""
+def store_panels(state, panels16, tiles, out, chunk, place, group, pending):
+    """out[chunk, place] = a state [V, K], rounded. panels16: fragments, tiles: shared memory, from alloc_panels."""
     T.tma_store_wait(pending)
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
-    T.copy(panels16, tile)
+    fill_panel(state, panels16[0], tiles[0], 0)
+    if len(tiles) == 2:
+        fill_panel(state, panels16[1], tiles[1], 64)
     T.fence_proxy_async()
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
-    for panel in T.unroll(K // 64):
-        T.tma_copy(
-            tile[panel, group, 0:64, 0:64],
-            out[chunk, place, group * 64 : group * 64 + 64, panel * 64 : panel * 64 + 64],
-            leader_scope_threads=128,
-        )
+    send_panel(tiles[0], out, chunk, place, group, 0)
+    if len(tiles) == 2:
+        send_panel(tiles[1], out, chunk, place, group, 64)
+
+
+@T.macro
+def fill_panel(state, panel16, tile, first):
+    for a, b in T.Parallel(state.shape[0], 64):
+        panel16[a // 64, a % 64, b] = T.cast(state[a, first + b], panel16.dtype)
+    T.copy(panel16, tile)
+
+
+@T.macro
+def send_panel(tile, out, chunk, place, group, first):
+    T.tma_copy(
+        tile[group, 0:64, 0:64],
+        out[chunk, place, group * 64 : group * 64 + 64, first : first + 64],
+        leader_scope_threads=128,
+    )
 
 
 @T.macro
@@ -60,19 +80,18 @@ def store_transposed(values16, tile, out, chunk, place, group, pending):
 
 @T.macro
 def store_tokens(values16, tile, out, start, end, head, group, thread, pending):
-    """out[start.., head] = the transpose of values [V, C], up to token `end`. tile [.., V / 64, C, 64]: shared memory,
-    its first part.
+    """out[start.., head] = the transpose of values [V, C], up to token `end`. tile [V / 64, C, 64]: shared memory.
 
     A chunk that is short starts no copy; all earlier ones are then waited for, so that counts of pending ones hold.
     """
     T.tma_store_wait(pending)
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
-    T.copy(values16, tile[0, :, :, :])
+    T.copy(values16, tile)
     T.fence_proxy_async()
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
     if start + C <= end:
         T.tma_copy(
-            tile[0, group, 0:C, 0:64],
+            tile[group, 0:C, 0:64],
             out[start : start + C, head, group * 64 : group * 64 + 64],
             leader_scope_threads=128,
         )
@@ -82,6 +101,4 @@ def store_tokens(values16, tile, out, start, end, head, group, thread, pending):
             token = T.alloc_var("int32", init=step * 16 + thread % 128 // 8)
             if start + token < end:
                 for e in T.vectorized(8):
-                    out[start + token, head, group * 64 + thread % 8 * 8 + e] = tile[
-                        0, group, token, thread % 8 * 8 + e
-                    ]
+                    out[start + token, head, group * 64 + thread % 8 * 8 + e] = tile[group, token, thread % 8 * 8 + e]

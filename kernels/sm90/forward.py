@@ -17,28 +17,20 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 """
 
 import tilelang.language as T
-from tilelang.layout import Fragment, make_full_bank_swizzled_layout
+from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
+from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.scores import BARRIER, query_norms, score
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
+from flashqla_cp.kernels.blocks.stores import store_tokens, transposed_accumulator
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import forward_config
 
 FULL_ROW = T.GemmWarpPolicy.FullRow
-L2_EPS = 1e-6
 SCORERS, WARP = 128, 32
-
-
-def transposed_accumulator(V: int) -> Fragment:
-    """Layout of an accumulator [V, C] seen as [V / 64, C, 64], which stmatrix stores transposed."""
-
-    def place(group, token, column):
-        thread = group * 128 + column // 16 * 32 + column % 8 * 4 + token % 8 // 2
-        return thread, token // 8 * 4 + column % 16 // 8 * 2 + token % 2
-
-    return Fragment([V // 64, C, 64], forward_fn=place)
 
 
 def build_forward(spec: KernelSpec):
@@ -55,29 +47,6 @@ def build_forward(spec: KernelSpec):
     listed = chains if has_initial else T.dynamic("listed")
     finals = chains if has_final else T.dynamic("finals")
     qt, qh, kt, kh, vt, vh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"))
-
-    @T.macro
-    def store(out16, o_tile, o, start, end, head, group, thread):
-        """One chunk's output. Warpgroups share nothing here: each stores its 64 columns."""
-        T.tma_store_wait(0)
-        T.sync_threads(barrier_id=2 + group % 2, arrive_count=128)
-        T.copy(out16, o_tile)
-        T.fence_proxy_async()
-        T.sync_threads(barrier_id=2 + group % 2, arrive_count=128)
-        if start + C <= end:
-            T.tma_copy(
-                o_tile[group, 0:C, 0:64],
-                o[start : start + C, head, group * 64 : group * 64 + 64],
-                leader_scope_threads=128,
-            )
-        else:
-            for step in T.unroll(C * 64 // (8 * 128)):
-                token = T.alloc_var("int32", init=step * 16 + thread % 128 // 8)
-                if start + token < end:
-                    for e in T.vectorized(8):
-                        o[start + token, head, group * 64 + thread % 8 * 8 + e] = o_tile[
-                            group, token, thread % 8 * 8 + e
-                        ]
 
     @T.prim_func
     def forward(
@@ -198,7 +167,7 @@ def build_forward(spec: KernelSpec):
                     T.wgmma_gemm(
                         state16, k_tile[upcoming, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW
                     )
-                    store(out16, o_tile, o, begin + i * C, end, head, group, thread)
+                    store_tokens(out16, o_tile, o, begin + i * C, end, head, group, thread, 0)
                     T.wait_wgmma(0)
                     T.mbarrier_arrive(free[slot])
                     slot = upcoming
@@ -207,14 +176,7 @@ def build_forward(spec: KernelSpec):
                     T.copy(state, final[chain, head, 0:V, 0:K])
             elif thread < WORKERS + SCORERS:
                 T.set_max_nreg(config.roles[1].registers, 0)
-                scores = T.alloc_fragment((C, C), f32)
-                weight = T.alloc_fragment((C, C), f32)
-                row_gate = T.alloc_fragment((C,), f32)
-                column_gate = T.alloc_fragment((C,), f32)
-                scores16 = T.alloc_fragment((C, C), dtype)
                 row = T.alloc_var("int32", init=thread - WORKERS)
-                column_scale = T.alloc_fragment((C,), f32)
-                part = T.alloc_local((8,), dtype)
                 log_scale = T.alloc_var(f32, init=T.log2(scale))
                 slot = T.alloc_var("int32", init=0)
                 phase = T.alloc_var("int32", init=0)
@@ -225,46 +187,16 @@ def build_forward(spec: KernelSpec):
                         clear_tail(k_tile, slot, length, row, SCORERS, K, dtype)
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
-                        T.sync_threads(barrier_id=1, arrive_count=SCORERS)
+                        T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
                     if l2norm:
-                        # Two threads a row of Q. Norms scale rows, as decays do, and go with them.
-                        square = T.alloc_var(f32, init=0.0)
-                        for j in T.serial(K // 16):
-                            for e in T.vectorized(8):
-                                part[e] = q_tile[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
-                            for e in T.unroll(8):
-                                square = square + T.cast(part[e], f32) * T.cast(part[e], f32)
-                        square = square + T.shfl_xor(square, 1)
-                        T.sync_threads(barrier_id=1, arrive_count=SCORERS)
-                        if row % 2 == 0:
-                            q_scale[row // 2] = T.rsqrt(square + L2_EPS)
-                        T.sync_threads(barrier_id=1, arrive_count=SCORERS)
+                        query_norms(q_tile, q_scale, slot, row, K, dtype)
                     if row < C:
-                        key = T.alloc_var(f32, init=1.0)
                         query = T.alloc_var(f32, init=scale)
                         if l2norm:
-                            key = k_scale[slot, row]
                             query = scale * q_scale[row]
-                        grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
-                        grow[slot, row] = 0.0 - grown * key
-                        read[slot, row] = grown * query
-                        fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
-                        if row == C - 1:
-                            keep[slot] = grown
-                    for a in T.Parallel(C):
-                        row_gate[a] = gate[slot, a] + log_scale
-                        if l2norm:
-                            row_gate[a] = row_gate[a] + T.log2(q_scale[a])
-                    if l2norm:
-                        T.copy(k_scale[slot, :], column_scale)
-                    T.copy(gate[slot, :], column_gate)
-                    T.wgmma_gemm(q_tile[slot, :, :], k_tile[slot, :, :], scores, transpose_B=True, clear_accum=True)
-                    for a, b in T.Parallel(C, C):
-                        weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
-                    T.wait_wgmma(0)
-                    for a, b in T.Parallel(C, C):
-                        scores16[a, b] = scores[a, b] * weight[a, b] * (column_scale[b] if l2norm else 1.0)
-                    T.copy(scores16, p_tile[slot, :, :])
+                        spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
+                        read[slot, row] = T.exp2(gate[slot, row]) * query
+                    score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, slot, log_scale, dtype, l2norm)
                     T.fence_proxy_async()
                     T.mbarrier_arrive(ready[slot])
                     slot = slot + 1

@@ -15,7 +15,13 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
 from flashqla_cp.kernels.blocks.gates import spread_gate
-from flashqla_cp.kernels.blocks.stores import accumulator_panels, store_panels, store_transposed, transposed_accumulator
+from flashqla_cp.kernels.blocks.stores import (
+    accumulator_panel,
+    alloc_panels,
+    store_panels,
+    store_transposed,
+    transposed_accumulator,
+)
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import replay_config
@@ -57,7 +63,7 @@ def build_replay(spec: KernelSpec):
             k_tile = T.alloc_shared((STAGES, C, K), dtype)
             v_tile = T.alloc_shared((STAGES, C, V), dtype)
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
-            s_tile = T.alloc_shared((K // 64, V // 64, 64, 64), dtype)
+            s_tile = alloc_panels(V, K, dtype, T.alloc_shared)
             u_tile = T.alloc_shared((V // 64, C, 64), dtype)
             grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
             fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
@@ -67,9 +73,7 @@ def build_replay(spec: KernelSpec):
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([HELPERS] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
-            T.annotate_layout(
-                {s_tile: make_full_bank_swizzled_layout(s_tile), u_tile: make_full_bank_swizzled_layout(u_tile)}
-            )
+            T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in (*s_tile, u_tile)})
             thread = T.get_thread_binding()
             place = T.alloc_var("int32", init=T.truncmod(block, slab))
             head = T.alloc_var("int32", init=offset + place)
@@ -82,14 +86,14 @@ def build_replay(spec: KernelSpec):
                 T.set_max_nreg(config.roles[0].registers, 1)
                 state = T.alloc_fragment((V, K), f32)
                 state16 = T.alloc_fragment((V, K), dtype)
-                panels16 = T.alloc_fragment((K // 64, V // 64, 64, 64), dtype)
+                panels16 = alloc_panels(V, K, dtype, T.alloc_fragment)
                 recalled = T.alloc_fragment((V, C), f32)
                 recalled16 = T.alloc_fragment((V, C), dtype)
                 value = T.alloc_fragment((V, C), f32)
                 value16 = T.alloc_fragment((V // 64, C, 64), dtype)
                 faded16 = T.alloc_fragment((V, C), dtype)
                 factor = T.alloc_fragment((C,), f32)
-                T.annotate_layout({value16: transposed_accumulator(V), panels16: accumulator_panels(V, K)})
+                T.annotate_layout({value16: transposed_accumulator(V), **dict.fromkeys(panels16, accumulator_panel(V))})
                 entry = T.alloc_var("int32", init=table[segment, column.ENTRY])
                 group = T.alloc_var("int32", init=thread // 128)
                 first = T.alloc_var("int32", init=-1)
@@ -119,9 +123,7 @@ def build_replay(spec: KernelSpec):
                         clear_accum=True,
                         policy=FULL_ROW,
                     )
-                    for a, b in T.Parallel(V, K):
-                        panels16[b // 64, a // 64, a % 64, b % 64] = T.cast(state[a, b], dtype)
-                    store_panels(panels16, s_tile, states, chunk + i, place, group, K, 1)
+                    store_panels(state, panels16, s_tile, states, chunk + i, place, group, 1)
                     T.wait_wgmma(1)
                     for a, b in T.Parallel(V, C):
                         recalled16[a, b] = recalled[a, b] * factor[b]

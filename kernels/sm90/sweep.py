@@ -17,13 +17,23 @@ value head:
 Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 """
 
+from dataclasses import dataclass
+from typing import Any
+
 import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
+from flashqla_cp.kernels.blocks.gates import spread_gate
 from flashqla_cp.kernels.blocks.scores import BARRIER, query_norms, scale_rows, score
-from flashqla_cp.kernels.blocks.stores import accumulator_panels, store_panels, store_tokens, transposed_accumulator
+from flashqla_cp.kernels.blocks.stores import (
+    accumulator_panel,
+    alloc_panels,
+    store_panels,
+    store_tokens,
+    transposed_accumulator,
+)
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import sweep_config
@@ -31,6 +41,27 @@ from flashqla_cp.kernels.tuning import sweep_config
 FULL_ROW = T.GemmWarpPolicy.FullRow
 SCORERS, WARP = 128, 32
 SCORED = 2  # scores that wait at most
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Shared:
+    """What the roles share, of every stage: tiles of Q, K, dO, T and, of SCORED chunks, P; grow = -exp(G) and
+    fade = exp(Gc - G), with l2norm times 1 / |k|, keep = exp(Gc); G to base 2 and 1 / |k|; barriers."""
+
+    q_tile: Any
+    k_tile: Any
+    o_tile: Any
+    t_tile: Any
+    p_tile: Any
+    grow: Any
+    fade: Any
+    keep: Any
+    gate: Any
+    k_scale: Any
+    full: Any
+    ready: Any
+    free: Any
+    scored: Any
 
 
 def build_summary_grad(spec: KernelSpec):
@@ -57,10 +88,26 @@ def _build(spec: KernelSpec, *, stores: bool):
     starts = chains if initial_grad else T.dynamic("starts")
     qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
 
+    def alloc():
+        return Shared(
+            q_tile=T.alloc_shared((STAGES, C, K), dtype),
+            k_tile=T.alloc_shared((STAGES, C, K), dtype),
+            o_tile=T.alloc_shared((STAGES, C, V), dtype),
+            t_tile=T.alloc_shared((STAGES, C, C), dtype),
+            p_tile=T.alloc_shared((SCORED, C, C), dtype),
+            grow=T.alloc_shared((STAGES, C), f32),
+            fade=T.alloc_shared((STAGES, C), f32),
+            keep=T.alloc_shared((STAGES,), f32),
+            gate=T.alloc_shared((STAGES, C), f32),
+            k_scale=T.alloc_shared((STAGES, C), f32),
+            full=T.alloc_barrier([WARP] * STAGES),
+            ready=T.alloc_barrier([SCORERS] * STAGES),
+            free=T.alloc_barrier([WORKERS] * STAGES),
+            scored=T.alloc_barrier([WORKERS] * SCORED),
+        )
+
     @T.macro
-    def recur(
-        state, count, at, o_tile, q_tile, k_tile, t_tile, p_tile, grow, fade, keep, ready, free, scored, thread, leaving
-    ):
+    def recur(x, state, count, at, thread, leaving):
         """Run `count` chunks back from number at[0], of the stream, whose tokens at[1].. end at at[2]."""
         state16 = T.alloc_fragment((V, K), dtype)
         recalled = T.alloc_fragment((V, C), f32)
@@ -73,46 +120,44 @@ def _build(spec: KernelSpec, *, stores: bool):
         phase = T.alloc_var(i32, init=0)
         if stores:
             s_tile, dstates, dv, head, place = leaving
-            panels16 = T.alloc_fragment((K // 64, V // 64, 64, 64), dtype)
+            panels16 = alloc_panels(V, K, dtype, T.alloc_fragment)
             leaving16 = T.alloc_fragment((V // 64, C, 64), dtype)
             group = T.alloc_var(i32, init=thread // 128)
-            T.annotate_layout({leaving16: transposed_accumulator(V), panels16: accumulator_panels(V, K)})
+            T.annotate_layout({leaving16: transposed_accumulator(V), **dict.fromkeys(panels16, accumulator_panel(V))})
         for i in T.serial(count):
-            T.mbarrier_wait_parity(ready[slot], phase)
+            T.mbarrier_wait_parity(x.ready[slot], phase)
             T.copy(state, state16)
-            T.copy(fade[slot, :], factor)
-            T.wgmma_gemm(state16, k_tile[slot, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+            T.copy(x.fade[slot, :], factor)
+            T.wgmma_gemm(state16, x.k_tile[slot, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW)
             T.wgmma_gemm(
-                o_tile[slot, :, :],
-                p_tile[i % SCORED, :, :],
+                x.o_tile[slot, :, :],
+                x.p_tile[i % SCORED, :, :],
                 direct,
                 transpose_A=True,
                 clear_accum=True,
                 policy=FULL_ROW,
             )
             if stores:
-                for a, b in T.Parallel(V, K):
-                    panels16[b // 64, a // 64, a % 64, b % 64] = T.cast(state[a, b], dtype)
-                store_panels(panels16, s_tile, dstates, at[0] - i, place, group, K, 0)
+                store_panels(state, panels16, s_tile, dstates, at[0] - i, place, group, 0)
             T.wait_wgmma(0)
-            T.mbarrier_arrive(scored[i % SCORED])
+            T.mbarrier_arrive(x.scored[i % SCORED])
             for a, b in T.Parallel(V, C):
                 direct16[a, b] = direct[a, b] + recalled[a, b] * factor[b]
-            T.wgmma_gemm(direct16, t_tile[slot, :, :], right, clear_accum=True, policy=FULL_ROW)
+            T.wgmma_gemm(direct16, x.t_tile[slot, :, :], right, clear_accum=True, policy=FULL_ROW)
             for a, b in T.Parallel(V, K):
-                state[a, b] = state[a, b] * keep[slot]
-            T.wgmma_gemm(o_tile[slot, :, :], q_tile[slot, :, :], state, transpose_A=True, policy=FULL_ROW)
-            T.copy(grow[slot, :], factor)
+                state[a, b] = state[a, b] * x.keep[slot]
+            T.wgmma_gemm(x.o_tile[slot, :, :], x.q_tile[slot, :, :], state, transpose_A=True, policy=FULL_ROW)
+            T.copy(x.grow[slot, :], factor)
             T.wait_wgmma(1)
             for a, b in T.Parallel(V, C):
                 right16[a, b] = right[a, b] * factor[b]
-            T.wgmma_gemm(right16, k_tile[slot, :, :], state, policy=FULL_ROW)
+            T.wgmma_gemm(right16, x.k_tile[slot, :, :], state, policy=FULL_ROW)
             if stores:
                 for a, b in T.Parallel(V, C):
                     leaving16[a // 64, b, a % 64] = T.cast(right[a, b], dtype)
-                store_tokens(leaving16, s_tile, dv, at[1] - i * C, at[2], head, group, thread, 0)
+                store_tokens(leaving16, s_tile[0], dv, at[1] - i * C, at[2], head, group, thread, 0)
             T.wait_wgmma(0)
-            T.mbarrier_arrive(free[slot])
+            T.mbarrier_arrive(x.free[slot])
             slot = slot + 1
             if slot == STAGES:
                 slot = 0
@@ -121,25 +166,7 @@ def _build(spec: KernelSpec, *, stores: bool):
             T.tma_store_wait(0)
 
     @T.macro
-    def score_ahead(
-        count,
-        start,
-        end,
-        row,
-        o_tile,
-        q_tile,
-        k_tile,
-        p_tile,
-        gate,
-        k_scale,
-        grow,
-        fade,
-        keep,
-        full,
-        ready,
-        scored,
-        scale,
-    ):
+    def score_ahead(x, count, start, end, row, scale):
         """What the recurrence needs of chunks that begin at `start`, `start` - C, .."""
         q_scale = T.alloc_shared((C,), f32)
         read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
@@ -148,57 +175,49 @@ def _build(spec: KernelSpec, *, stores: bool):
         phase = T.alloc_var(i32, init=0)
         for i in T.serial(count):
             length = T.alloc_var(i32, init=end - start + i * C)
-            T.mbarrier_wait_parity(full[slot], phase)
+            T.mbarrier_wait_parity(x.full[slot], phase)
             if length < C:
-                clear_tail(k_tile, slot, length, row, SCORERS, K, dtype)
-                clear_tail(q_tile, slot, length, row, SCORERS, K, dtype)
-                clear_tail(o_tile, slot, length, row, SCORERS, V, dtype)
+                clear_tail(x.k_tile, slot, length, row, SCORERS, K, dtype)
+                clear_tail(x.q_tile, slot, length, row, SCORERS, K, dtype)
+                clear_tail(x.o_tile, slot, length, row, SCORERS, V, dtype)
                 T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
             if l2norm:
-                query_norms(q_tile, q_scale, slot, row, K, dtype)
+                query_norms(x.q_tile, q_scale, slot, row, K, dtype)
             if row < C:
-                key = T.alloc_var(f32, init=1.0)
                 query = T.alloc_var(f32, init=scale)
                 if l2norm:
-                    key = k_scale[slot, row]
                     query = scale * q_scale[row]
-                grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
-                grow[slot, row] = 0.0 - grown * key
-                read[slot, row] = grown * query
-                fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
-                if row == C - 1:
-                    keep[slot] = grown
-            T.mbarrier_wait_parity(scored[i % SCORED], (i // SCORED) % 2 ^ 1)
-            score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, i % SCORED, log_scale, dtype, l2norm)
+                spread_gate(x.gate, x.k_scale, x.grow, x.fade, x.keep, slot, row, l2norm)
+                read[slot, row] = T.exp2(x.gate[slot, row]) * query
+            T.mbarrier_wait_parity(x.scored[i % SCORED], (i // SCORED) % 2 ^ 1)
+            score(x.q_tile, x.k_tile, x.p_tile, x.gate, q_scale, x.k_scale, slot, i % SCORED, log_scale, dtype, l2norm)
             T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
-            scale_rows(q_tile, read, slot, row, K, dtype)
+            scale_rows(x.q_tile, read, slot, row, K, dtype)
             T.fence_proxy_async()
-            T.mbarrier_arrive(ready[slot])
+            T.mbarrier_arrive(x.ready[slot])
             slot = slot + 1
             if slot == STAGES:
                 slot = 0
                 phase = phase ^ 1
 
     @T.macro
-    def copy_in(
-        count, chunk, start, head, key_head, sources, o_tile, q_tile, k_tile, t_tile, gate, k_scale, full, free
-    ):
+    def copy_in(x, count, chunk, start, head, key_head, sources):
         """Bring chunks that begin at `start`, `start` - C, .., the first of them number `chunk` of the stream."""
         q, k, do, inverse, decay, key_scale = sources
         slot = T.alloc_var(i32, init=0)
         phase = T.alloc_var(i32, init=1)
         for i in T.serial(count):
             token = T.alloc_var(i32, init=start - i * C)
-            T.mbarrier_wait_parity(free[slot], phase)
-            T.tma_copy(decay[chunk - i, head, 0:C], gate[slot, :], barrier=full[slot])
+            T.mbarrier_wait_parity(x.free[slot], phase)
+            T.tma_copy(decay[chunk - i, head, 0:C], x.gate[slot, :], barrier=x.full[slot])
             if l2norm:
-                T.tma_copy(key_scale[chunk - i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
-            T.tma_copy(k[token : token + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
-            T.tma_copy(q[token : token + C, key_head, 0:K], q_tile[slot, :, :], barrier=full[slot])
-            T.tma_copy(do[token : token + C, head, 0:V], o_tile[slot, :, :], barrier=full[slot])
-            T.tma_copy(inverse[chunk - i, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
-            T.mbarrier_arrive(full[slot])
+                T.tma_copy(key_scale[chunk - i, key_head, 0:C], x.k_scale[slot, :], barrier=x.full[slot])
+            T.tma_copy(k[token : token + C, key_head, 0:K], x.k_tile[slot, :, :], barrier=x.full[slot])
+            T.tma_copy(q[token : token + C, key_head, 0:K], x.q_tile[slot, :, :], barrier=x.full[slot])
+            T.tma_copy(do[token : token + C, head, 0:V], x.o_tile[slot, :, :], barrier=x.full[slot])
+            T.tma_copy(inverse[chunk - i, head, 0:C, 0:C], x.t_tile[slot, :, :], barrier=x.full[slot])
+            T.mbarrier_arrive(x.full[slot])
             slot = slot + 1
             if slot == STAGES:
                 slot = 0
@@ -231,23 +250,11 @@ def _build(spec: KernelSpec, *, stores: bool):
             offset: T.int32,
         ):
             with T.Kernel(segments * slab, threads=config.threads) as block:
-                q_tile = T.alloc_shared((STAGES, C, K), dtype)
-                k_tile = T.alloc_shared((STAGES, C, K), dtype)
-                o_tile = T.alloc_shared((STAGES, C, V), dtype)
-                t_tile = T.alloc_shared((STAGES, C, C), dtype)
-                p_tile = T.alloc_shared((SCORED, C, C), dtype)
-                s_tile = T.alloc_shared((K // 64, V // 64, 64, 64), dtype)
-                grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
-                fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
-                keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
-                gate = T.alloc_shared((STAGES, C), f32)
-                k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
-                full = T.alloc_barrier([WARP] * STAGES)
-                ready = T.alloc_barrier([SCORERS] * STAGES)
-                free = T.alloc_barrier([WORKERS] * STAGES)
-                scored = T.alloc_barrier([WORKERS] * SCORED)
-                T.annotate_layout({s_tile: make_full_bank_swizzled_layout(s_tile)})
+                x = alloc()
+                s_tile = alloc_panels(V, K, dtype, T.alloc_shared)
+                T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in s_tile})
                 thread = T.get_thread_binding()
+                sources = (q, k, do, inverse, decay, key_scale)
                 place = T.alloc_var(i32, init=T.truncmod(block, slab))
                 head = T.alloc_var(i32, init=offset + place)
                 segment = T.alloc_var(i32, init=T.truncdiv(block, slab))
@@ -270,66 +277,16 @@ def _build(spec: KernelSpec, *, stores: bool):
                         T.copy(dexit[known, head, 0:V, 0:K], state)
                     else:
                         T.clear(state)
-                    recur(
-                        state,
-                        count,
-                        (chunk, start, end),
-                        o_tile,
-                        q_tile,
-                        k_tile,
-                        t_tile,
-                        p_tile,
-                        grow,
-                        fade,
-                        keep,
-                        ready,
-                        free,
-                        scored,
-                        thread,
-                        (s_tile, dstates, dv, head, place),
-                    )
+                    recur(x, state, count, (chunk, start, end), thread, (s_tile, dstates, dv, head, place))
                     if initial_grad and count > 0 and table[segment, column.ENTRY] < 0:
                         T.copy(state, dentry[chain, head, 0:V, 0:K])
                 elif thread < WORKERS + SCORERS:
                     T.set_max_nreg(config.roles[1].registers, 0)
-                    score_ahead(
-                        count,
-                        start,
-                        end,
-                        thread - WORKERS,
-                        o_tile,
-                        q_tile,
-                        k_tile,
-                        p_tile,
-                        gate,
-                        k_scale,
-                        grow,
-                        fade,
-                        keep,
-                        full,
-                        ready,
-                        scored,
-                        scale,
-                    )
+                    score_ahead(x, count, start, end, thread - WORKERS, scale)
                 else:
                     T.set_max_nreg(config.roles[2].registers, 0)
                     if thread < WORKERS + SCORERS + WARP:
-                        copy_in(
-                            count,
-                            chunk,
-                            start,
-                            head,
-                            T.truncdiv(head, ratio),
-                            (q, k, do, inverse, decay, key_scale),
-                            o_tile,
-                            q_tile,
-                            k_tile,
-                            t_tile,
-                            gate,
-                            k_scale,
-                            full,
-                            free,
-                        )
+                        copy_in(x, count, chunk, start, head, T.truncdiv(head, ratio), sources)
 
         return kernel.with_attr("global_symbol", "sweep")
 
@@ -350,21 +307,9 @@ def _build(spec: KernelSpec, *, stores: bool):
         threshold: T.float32,
     ):
         with T.Kernel(segments * HV, threads=config.threads) as block:
-            q_tile = T.alloc_shared((STAGES, C, K), dtype)
-            k_tile = T.alloc_shared((STAGES, C, K), dtype)
-            o_tile = T.alloc_shared((STAGES, C, V), dtype)
-            t_tile = T.alloc_shared((STAGES, C, C), dtype)
-            p_tile = T.alloc_shared((SCORED, C, C), dtype)
-            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
-            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
-            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
-            gate = T.alloc_shared((STAGES, C), f32)
-            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
-            full = T.alloc_barrier([WARP] * STAGES)
-            ready = T.alloc_barrier([SCORERS] * STAGES)
-            free = T.alloc_barrier([WORKERS] * STAGES)
-            scored = T.alloc_barrier([WORKERS] * SCORED)
+            x = alloc()
             thread = T.get_thread_binding()
+            sources = (q, k, do, inverse, decay, key_scale)
             head = T.alloc_var(i32, init=T.truncmod(block, HV))
             segment = T.alloc_var(i32, init=T.truncdiv(block, HV))
             out = T.alloc_var(i32, init=table[segment, column.GRAD_EXIT])
@@ -390,64 +335,14 @@ def _build(spec: KernelSpec, *, stores: bool):
                         T.copy(dexit[known, head, 0:V, 0:K], state)
                     else:
                         T.clear(state)
-                    recur(
-                        state,
-                        count,
-                        None,
-                        o_tile,
-                        q_tile,
-                        k_tile,
-                        t_tile,
-                        p_tile,
-                        grow,
-                        fade,
-                        keep,
-                        ready,
-                        free,
-                        scored,
-                        thread,
-                        None,
-                    )
+                    recur(x, state, count, None, thread, None)
                     T.copy(state, dboundary[out, head, 0:V, 0:K])
                 elif thread < WORKERS + SCORERS:
                     T.set_max_nreg(config.roles[1].registers, 0)
-                    score_ahead(
-                        count,
-                        start,
-                        end,
-                        thread - WORKERS,
-                        o_tile,
-                        q_tile,
-                        k_tile,
-                        p_tile,
-                        gate,
-                        k_scale,
-                        grow,
-                        fade,
-                        keep,
-                        full,
-                        ready,
-                        scored,
-                        scale,
-                    )
+                    score_ahead(x, count, start, end, thread - WORKERS, scale)
                 else:
                     T.set_max_nreg(config.roles[2].registers, 0)
                     if thread < WORKERS + SCORERS + WARP:
-                        copy_in(
-                            count,
-                            number + count - 1,
-                            start,
-                            head,
-                            T.truncdiv(head, ratio),
-                            (q, k, do, inverse, decay, key_scale),
-                            o_tile,
-                            q_tile,
-                            k_tile,
-                            t_tile,
-                            gate,
-                            k_scale,
-                            full,
-                            free,
-                        )
+                        copy_in(x, count, number + count - 1, start, head, T.truncdiv(head, ratio), sources)
 
     return kernel.with_attr("global_symbol", "summary_grad")
