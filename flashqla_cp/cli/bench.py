@@ -89,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         request, notes = _read_options(args)
         peers, absent = find_peers() if args.peers != "none" else ({}, {})
         if args.peers in LOADERS:
-            peers, absent = ({n: x for n, x in found.items() if n == args.peers} for found in (peers, absent))
+            peers = {name: peer for name, peer in peers.items() if name == args.peers}
+            absent = {name: reason for name, reason in absent.items() if name == args.peers}
     except (ValueError, RuntimeError) as error:
         print(f"bench: error: {error}", file=sys.stderr, flush=True)
         return 2
