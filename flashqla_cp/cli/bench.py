@@ -1,8 +1,9 @@
 """`flashqla-cp bench`: times of the op beside those of its peers, and beside what the device allows.
 
 On a GPU it runs the kernels; on a CPU the torch backend at small sizes, which tests the command and says nothing about
-kernels. An op whose o is further from an fp64 result than its bar is not timed. The exit code is 0 if every case of
-this library was timed, 1 if one was refused or failed, and 2 if none could be timed: options that cannot work here.
+kernels. An op whose o, or whose gradients, are further from an fp64 result than their bars is not timed. The exit code
+is 0 if every case of this library was timed, 1 if one was refused or failed, and 2 if none could be timed: options that
+cannot work here.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -22,16 +22,15 @@ from typing import Any
 import torch
 
 from flashqla_cp.cli import bench_report
-from flashqla_cp.cli.bench_contenders import OURS, Contender, Peer, contenders, find_peers
+from flashqla_cp.cli.bench_contenders import LOADERS, OURS, Contender, Peer, contenders, find_peers
+from flashqla_cp.cli.bench_draws import DIRECTIONS, TIMES, Draw, time_draw
 from flashqla_cp.cli.bench_report import Report, format_head, format_table
-from flashqla_cp.cli.bench_timing import Ceilings, cost, first_line, measure
-from flashqla_cp.cli.verify import BARS
+from flashqla_cp.cli.bench_timing import Ceilings, cost
 from flashqla_cp.kernels.backend import Sizes, explain, select
-from flashqla_cp.testing.workload import REGIMES, Workload, relative_error
+from flashqla_cp.testing.workload import REGIMES, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-BAR = BARS["bfloat16"]["o"]
-TIMES, WORST = ("eager_ms", "graph_ms", "host_us", "peak_mib"), ("o_error", "first_call_s")
+WORST = ("o_error", "first_call_s")
 SCORED = 8192  # tokens up to which every draw is compared with fp64; of longer cases the first one is
 
 # What is run unless options say otherwise, on a GPU and on a CPU, and with --quick.
@@ -75,8 +74,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draws", type=int, metavar="N", help=f"seeds of a case; medians are reported {default('draws')}")
     add("--documents", type=int, default=1, metavar="N", help="documents of equal length in the stream (default 1)")
     add("--middle-rank", type=int, metavar="P", help="also a middle rank of P that holds T tokens, without the others")
-    add("--direction", choices=("forward", "backward"), default="forward", help="what is timed (default forward)")
-    add("--peers", choices=("auto", "none"), default="auto", help="flash_qla and fla, where they can be imported")
+    add("--direction", choices=DIRECTIONS, default="forward", help="what is timed (default forward); step: both")
+    add("--peers", choices=("auto", "none", *LOADERS), default="auto", help="auto: all that can be imported")
     add("--dtype", choices=tuple(DTYPES), default="bf16", help="of q, k and v (default bf16)")
     add("--backend", choices=("auto", "tilelang", "torch"), default="auto", help="the op's argument (default auto)")
     add("--json", type=Path, metavar="PATH", help="file for everything that was measured, kept up to date")
@@ -88,7 +87,10 @@ def run(args: argparse.Namespace) -> int:
     """Time what was asked for and print it; return 0, 1 if a case of this library has no times, 2 if none could run."""
     try:
         request, notes = _read_options(args)
-        peers, absent = find_peers() if args.peers == "auto" else ({}, {})
+        peers, absent = find_peers() if args.peers != "none" else ({}, {})
+        if args.peers in LOADERS:
+            peers = {name: peer for name, peer in peers.items() if name == args.peers}
+            absent = {name: reason for name, reason in absent.items() if name == args.peers}
     except (ValueError, RuntimeError) as error:
         print(f"bench: error: {error}", file=sys.stderr, flush=True)
         return 2
@@ -122,47 +124,21 @@ def run_cases(
             field = contenders(work, options["middle_rank"], options["backend"], peers, request.device)
             draws: list[list[dict[str, Any]]] = [[] for _ in field]
             for seed in range(options["draws"]):
-                tensors = work.draw(seed, request.device)
+                draw = Draw.of(work, seed, request.direction, request.device)
                 scored = seed == 0 or work.tokens <= SCORED
-                for middle in (False, True) if options["middle_rank"] else (False,):
-                    repeats = 1 + options["middle_rank"] // 2 if middle else 1
-                    expected = work.expected(tensors, repeats) if scored else None
+                for ranks in (None, options["middle_rank"]) if options["middle_rank"] else (None,):
+                    expected = draw.expected(work, ranks) if scored else None
                     for contender, rows in zip(field, draws, strict=True):
-                        if contender.middle != middle:
+                        if contender.middle != (ranks is not None):
                             continue
                         bar.set_description(f"{work.tokens} {work.gates} {contender.name}")
                         if _trouble(rows) is None:  # what was wrong once need not be timed
-                            rows.append(_time(contender, tensors, expected, request))
+                            rows.append(time_draw(contender, draw, expected, request.direction, request.device))
+                            if request.device.type == "cuda":
+                                torch.cuda.empty_cache()
                         bar.update()
             report["cases"].append(_case(work, field, draws, ceilings, request.direction))
             keep()
-
-
-def _time(
-    contender: Contender, tensors: tuple[torch.Tensor, ...], expected: torch.Tensor | None, request: Request
-) -> dict[str, Any]:
-    """One contender's numbers for one draw, or why there are none."""
-    row: dict[str, Any] = dict.fromkeys((*TIMES, *WORST))
-    try:
-        began = time.perf_counter()
-        with torch.no_grad():
-            if contender.check is not None and expected is not None:
-                row["o_error"] = relative_error(contender.check(*tensors), expected)
-                row["first_call_s"] = time.perf_counter() - began
-                if contender.strict and not row["o_error"] <= BAR:
-                    return row | {"refused": f"not timed: o is off by {row['o_error']:.1e}, allowed are {BAR:.0e}"}
-            if request.direction == "forward":
-                contender.call(*tensors)  # compiles or tunes, if something still has to
-                return row | measure(lambda: contender.call(*tensors), request.device)
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        o = contender.call(*leaves)
-        upstream = torch.randn_like(o)
-        return row | measure(lambda: torch.autograd.grad(o, leaves, upstream, retain_graph=True), request.device)
-    except Exception as error:  # one op that cannot run a case must not cost the others' numbers
-        return row | {"failed": first_line(error)}
-    finally:
-        if request.device.type == "cuda":
-            torch.cuda.empty_cache()
 
 
 def _trouble(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -190,10 +166,15 @@ def _case(
             result[name] = None if troubled or None in values else statistics.median(values)
         for name in WORST:
             result[name] = max((row[name] for row in rows if row[name] is not None), default=None)
+        errors = [row["gradient_errors"] for row in rows if row.get("gradient_errors")]
+        result["gradient_errors"] = (
+            {name: max(found[name] for found in errors) for name in errors[0]} if errors else None
+        )
         results.append(result)
     for result in results:
         result["ratios"], result["over_alone"] = _comparisons(result, results)
     return {
+        "direction": direction,
         "tokens": work.tokens,
         "gates": work.gates,
         "documents": work.documents,
@@ -249,7 +230,7 @@ def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:
     _check_files(args)
     dims = dict.fromkeys(("head_k_dim", "head_v_dim"), given["head_dim"])
     sizes = Sizes(dtype=DTYPES[args.dtype], num_heads=heads, num_v_heads=v_heads, **dims)
-    kernels = select(args.backend, device, needs_grad=False, sizes=sizes)
+    kernels = select(args.backend, device, needs_grad=args.direction != "forward", sizes=sizes)
     notes = []
     if device.type == "cpu":
         notes.append("no GPU: the torch backend at small sizes, which tests this command and says nothing of kernels")

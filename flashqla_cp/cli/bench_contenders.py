@@ -131,7 +131,7 @@ def find_peers() -> tuple[dict[str, Peer], dict[str, str]]:
     """The peers that can be imported, and for each other one the reason why not."""
     os.environ.setdefault("FLA_FLASH_QLA", "0")  # read at import: fla is to run its own kernels, not FlashQLA's
     found, absent = {}, {}
-    for name, load in (("flash_qla", _load_flash_qla), ("fla", _load_fla)):
+    for name, load in LOADERS.items():
         try:
             found[name] = load()
         except Exception as error:  # a broken installation of a peer is no reason not to time the rest
@@ -194,3 +194,6 @@ def _load_fla() -> Peer:
         return FLACPContext(**_fields(tokens, ranks, device))
 
     return Peer(op=op, middle_context=context)
+
+
+LOADERS: dict[str, Callable[[], Peer]] = {"flash_qla": _load_flash_qla, "fla": _load_fla}

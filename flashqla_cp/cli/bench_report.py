@@ -4,15 +4,19 @@ A report is plain values, as the JSON file holds them:
 
     head        date, device, versions, commit, options, gates (definitions), peers_absent (reasons), notes
     ceilings    copy_gb_per_s, product_tflop_per_s, product_dtype
-    cases       tokens, gates, documents, floor_ms, bytes, operations, results
-    results     name, middle_rank; eager_ms, graph_ms, host_us, peak_mib: medians of the draws; o_error, first_call_s:
-                the largest; draws: each one's numbers; failed or refused: why there are none. ratios: how many times as
-                long each other op takes (this library's results); over_alone: how many times as long as without ranks
+    cases       direction, tokens, gates, documents, floor_ms, bytes, operations, results
+    results     name, middle_rank; eager_ms, graph_ms, host_us, peak_mib: medians of the draws; o_error, first_call_s,
+                gradient_errors (by name): the largest; draws: each one's numbers; failed or refused: why there are
+                none; graph_failed: why there is no graph_ms. ratios: how many times as long each other op takes (this
+                library's results); over_alone: how many times as long as without ranks
+
+peak_mib is that of forward and backward together wherever there is a backward.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import platform
 import subprocess
 from collections.abc import Iterable
@@ -27,6 +31,7 @@ from flashqla_cp.testing.workload import REGIMES
 
 DISTRIBUTIONS = ("tilelang", "triton", "flash-qla", "flash-linear-attention", "fla-core")
 HEADINGS = ("tokens", "gates", "op", "eager ms", "graph ms", "host us", "peak MiB", "o error", "floor ms", "of floor")
+GRADIENTS = "worst gradient"  # stands behind "o error" where there is a backward
 WIDE = 20.0  # ratio of the longest bar of an axis to its shortest from which the axis is logarithmic
 WIDEST = 14.0  # inches of a picture; more axes go below
 
@@ -110,7 +115,9 @@ def format_head(report: Report) -> str:
 
 def format_table(report: Report) -> str:
     """One line for every op of every case; the last column compares this library's lines."""
-    rows = [HEADINGS]
+    place = HEADINGS.index("o error") + 1
+    backward = report["head"]["options"]["direction"] != "forward"
+    rows = [HEADINGS[:place] + ((GRADIENTS,) if backward else ()) + HEADINGS[place:]]
     notes = ["compared"]
     for case in report["cases"]:
         for result in case["results"]:
@@ -127,12 +134,13 @@ def format_table(report: Report) -> str:
                     _number(result["host_us"], 0),
                     _number(result["peak_mib"], 0),
                     "-" if result["o_error"] is None else f"{result['o_error']:.1e}",
+                    *((_worst(result["gradient_errors"]),) if backward else ()),
                     f"{case['floor_ms']:.3f}",
                     share,
                 )
             )
             notes.append(_compared(result))
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row, note in zip(rows, notes, strict=True):
         cells = [
@@ -153,7 +161,8 @@ def _compared(result: dict[str, Any]) -> str:
     trouble = result.get("refused") or result.get("failed")
     if trouble:
         return str(trouble)
-    said = [f"{other} takes {_best_ratio(ratio):.2f}x" for other, ratio in result["ratios"].items()]
+    said = [f"no graph: {result['graph_failed']}"] if "graph_failed" in result else []
+    said += [f"{other} takes {_best_ratio(ratio):.2f}x" for other, ratio in result["ratios"].items()]
     if result["over_alone"]:
         said.insert(0, f"{_best_ratio(result['over_alone']):.2f}x of {result['name']}")
     return ", ".join(said)
@@ -161,6 +170,14 @@ def _compared(result: dict[str, Any]) -> str:
 
 def _best_ratio(ratio: dict[str, float]) -> float:
     return ratio.get("graph", ratio["eager"])
+
+
+def _worst(errors: dict[str, float] | None) -> str:
+    """The largest error of a gradient and whose it is; a NaN is larger than all."""
+    if not errors:
+        return "-"
+    name = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    return f"{name} {errors[name]:.1e}"
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -181,7 +198,7 @@ def draw_plot(report: Report, path: Path) -> None:
     figure = Figure(figsize=(width * columns, 1.2 + 3.4 * rows), layout="constrained")
     sizes = report["head"]["options"]
     figure.suptitle(
-        f"{sizes['direction']} on {report['head']['device']}, {sizes['dtype']}, H = {sizes['heads']}, "
+        f"{sizes['direction']} on {report['head']['device']}\n{sizes['dtype']}, H = {sizes['heads']}, "
         f"HV = {sizes['v_heads']}, d = {sizes['head_dim']}"
     )
     axes = [figure.add_subplot(rows, columns, place + 1) for place in range(len(lengths))]
@@ -190,7 +207,9 @@ def draw_plot(report: Report, path: Path) -> None:
         axis.set_title(f"{tokens} tokens")
         axis.set_ylabel("milliseconds")
     handles = {label: bars for axis in axes for bars, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(list(handles.values()), list(handles), loc="outside lower center", ncols=min(len(handles), 4))
+    figure.legend(
+        list(handles.values()), list(handles), loc="outside lower center", ncols=min(len(handles), 2 * columns)
+    )
     figure.savefig(path, dpi=150)
 
 

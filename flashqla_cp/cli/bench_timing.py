@@ -1,13 +1,15 @@
 """How `flashqla-cp bench` measures: times of a call, what the device can do, and the least that a call must do.
 
 Counted, for chunks of C = 64 tokens and head size D: every input read once and every output written once; and the
-multiply-adds of the matrix products, none of them twice,
+multiply-adds of the matrix products,
 
-    forward     3 C D^2 + 2 C^2 D + C^3/3 a chunk and value head, 2 C^2 D a chunk and key head
-    backward    8 C D^2 + 5 C^2 D + C^3/3 and 6 C^2 D: states are computed again, not kept
+    forward     3 C D^2 + 2 C^2 D + C^3/3 a chunk and value head, 2 C^2 D a chunk and key head, none of them twice
+    backward    14.75 C D^2 a chunk and value head: states are computed again, not kept; the count is that for D = 128
+    step        one after the other
 
-The floor is the larger of bytes over the measured speed of a copy and operations over that of a matrix product, in
-bf16 on a GPU and in fp32 on a CPU, where the torch backend computes in it.
+Backward reads the forward's inputs and do, and writes a gradient for each of the inputs. The floor is the larger of
+bytes over the measured speed of a copy and operations over that of a matrix product, in bf16 on a GPU and in fp32 on a
+CPU, where the torch backend computes in it.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from flashqla_cp.testing.workload import Workload
 CHUNK = 64
 HOST_CALLS = 30
 CPU_SECONDS, CPU_CALLS = 0.2, 3
+BACKWARD_PRODUCTS = 14.75  # of C D^2 multiply-adds
 
 Call = Callable[[], Any]
+Prepare = Callable[[], Call]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,36 +64,46 @@ class Ceilings:
         }
 
     def floor_ms(self, work: Workload, direction: str) -> float:
-        """Milliseconds below which no call can come on this device."""
+        """Milliseconds that the counted bytes or operations take at least on this device."""
+        if direction == "step":
+            return self.floor_ms(work, "forward") + self.floor_ms(work, "backward")
         traffic, operations = cost(work, direction)
         return max(traffic / self.copy_bytes, operations / self.operations) * 1e3
 
 
 def cost(work: Workload, direction: str) -> tuple[int, int]:
     """Bytes and operations (two a multiply-add) of one call, as the head of this file counts them."""
+    if direction == "step":
+        forward, backward = cost(work, "forward"), cost(work, "backward")
+        return forward[0] + backward[0], forward[1] + backward[1]
     keys, values = work.heads * work.head_dim, work.v_heads * work.head_dim
     chunks = work.documents * -(-(work.tokens // work.documents) // CHUNK)
     full, half = CHUNK * work.head_dim**2, CHUNK**2 * work.head_dim
     if direction == "forward":
         narrow, gates = 2 * keys + 2 * values, 2 * work.v_heads
-        per_value, per_key = 3 * full + 2 * half, 2 * half
+        multiply_adds = chunks * (work.v_heads * (3 * full + 2 * half + CHUNK**3 // 3) + work.heads * 2 * half)
     else:
         narrow, gates = 4 * keys + 3 * values, 4 * work.v_heads
-        per_value, per_key = 8 * full + 5 * half, 6 * half
-    multiply_adds = chunks * (work.v_heads * (per_value + CHUNK**3 // 3) + work.heads * per_key)
+        multiply_adds = int(chunks * work.v_heads * BACKWARD_PRODUCTS * full)
     return work.tokens * (narrow * work.dtype.itemsize + gates * 4), 2 * multiply_adds
 
 
-def measure(call: Call, device: torch.device) -> dict[str, Any]:
-    """Medians of a call that has run before: eager_ms; graph_ms, replayed from a CUDA graph; host_us, until an eager
-    call returns; peak_mib above what was allocated. None where the device has no such thing, and graph_failed says why
-    a call could not be captured."""
-    found: dict[str, Any] = {"eager_ms": eager_ms(call, device), "graph_ms": None, "host_us": None, "peak_mib": None}
+def measure(prepare: Prepare, device: torch.device) -> dict[str, Any]:
+    """Medians of the call that prepare() returns: eager_ms; graph_ms, replayed from a CUDA
+    graph; host_us, until an eager call returns; peak_mib of prepare() and the call together above what was allocated.
+    None where the device has no such thing, and graph_failed says why a call could not be captured."""
+    found: dict[str, Any] = {"eager_ms": None, "graph_ms": None, "host_us": None, "peak_mib": None}
+    prepare()()  # compiles or tunes, if something still has to
+    if device.type == "cuda":
+        found["peak_mib"] = peak_mib(lambda: prepare()())
+    call = prepare()
+    found["eager_ms"] = eager_ms(call, device)
     if device.type != "cuda":
         return found
-    found["host_us"], found["peak_mib"] = host_us(call), peak_mib(call)
+    found["host_us"] = host_us(call)
+    del call
     try:
-        found["graph_ms"] = graph_ms(call, device)
+        found["graph_ms"] = graph_ms(prepare, device)
     except Exception as error:  # whatever the call does that a graph cannot hold
         torch.cuda.synchronize()
         found["graph_failed"] = first_line(error)
@@ -111,18 +125,24 @@ def eager_ms(call: Call, device: torch.device) -> float:
     return statistics.median(taken) * 1e3
 
 
-def graph_ms(call: Call, device: torch.device) -> float:
-    """Median milliseconds of a call that is replayed from a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
+def graph_ms(prepare: Prepare, device: torch.device) -> float:
+    """Median milliseconds of the call that prepare() returns, replayed from a CUDA graph.
+
+    Autograd runs a backward on the stream of its forward, so both belong on the stream that captures."""
+    outer, side = torch.cuda.current_stream(), torch.cuda.Stream()
+    side.wait_stream(outer)
+    try:
+        with torch.cuda.stream(side):
+            call = prepare()
+            for _ in range(3):
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=side):
             call()
-    torch.cuda.current_stream().wait_stream(side)
+    finally:
+        torch.cuda.set_stream(outer)  # a capture that fails leaves its own stream behind
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
     return eager_ms(graph.replay, device)
 
 

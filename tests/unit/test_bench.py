@@ -14,7 +14,7 @@ import torch
 from test_bench_contenders import workload
 from test_bench_report import REPORT
 
-from flashqla_cp.cli import bench, bench_contenders, bench_timing
+from flashqla_cp.cli import bench, bench_contenders, bench_draws, bench_timing
 from flashqla_cp.cli.bench_contenders import contenders, find_peers
 from flashqla_cp.cli.main import build_parser, main
 from flashqla_cp.kernels.arch import arch_by_name
@@ -58,7 +58,7 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     for case in report["cases"]:
         assert case["floor_ms"] > 0 and [r["middle_rank"] for r in case["results"]] == [False, True]
         for result in case["results"]:
-            assert 0 < result["o_error"] < bench.BAR and len(result["draws"]) == 2
+            assert 0 < result["o_error"] < bench_draws.BAR and len(result["draws"]) == 2
             assert result["eager_ms"] == pytest.approx(sum(draw["eager_ms"] for draw in result["draws"]) / 2)
         alone, middle = case["results"]
         assert middle["over_alone"] == {"eager": pytest.approx(middle["eager_ms"] / alone["eager_ms"])}
@@ -101,7 +101,7 @@ def test_a_wrong_result_is_not_timed(
         raise AssertionError("timed")
 
     monkeypatch.setattr(bench_contenders, "chunk_gated_delta_rule", op)
-    monkeypatch.setattr(bench, "measure", timed)
+    monkeypatch.setattr(bench_draws, "measure", timed)
     assert main(["bench", "--quick", "--gates", "weak", "--draws", "2", "--json", str(tmp_path / "x.json")]) == 1
     row = capsys.readouterr().out.splitlines()[-1]
     said = {"wrong": "not timed: o is off by 2.0e-02, allowed are 5e-03", "nan": "not timed: o is off by nan"}
@@ -110,11 +110,58 @@ def test_a_wrong_result_is_not_timed(
     assert len(result["draws"]) == 1 and result["eager_ms"] is None
 
 
-def test_backward_is_timed_where_there_is_one(capsys: pytest.CaptureFixture[str], no_peers: None) -> None:
-    options = ["--gates", "mixed", "--middle-rank", "3", "--direction", "backward"]
+@pytest.mark.parametrize("direction", ["backward", "step"])
+def test_gradients_are_scored_and_timed(
+    direction: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_peers: None
+) -> None:
+    options = ["--gates", "mixed", "--middle-rank", "3", "--direction", direction, "--json", str(tmp_path / "x.json")]
     assert main(["bench", "--quick", *options]) == 0
     out = capsys.readouterr().out
-    assert "work       backward" in out and "RuntimeError" not in out
+    assert f"work       {direction}" in out and "RuntimeError" not in out and "worst gradient" in out
+    (case,) = json.loads((tmp_path / "x.json").read_text())["cases"]
+    assert case["direction"] == direction and [r["middle_rank"] for r in case["results"]] == [False, True]
+    for result in case["results"]:
+        assert result["eager_ms"] > 0 and list(result["gradient_errors"]) == ["dq", "dk", "dv", "dg", "dbeta"]
+        assert all(0 < error < bench_draws.GRADIENT_BARS[name] for name, error in result["gradient_errors"].items())
+
+
+def test_a_wrong_gradient_is_not_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_peers: None
+) -> None:
+    def op(*tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+        q, k, v, g, beta = tensors
+        skewed = v.detach() + 1.05 * (v - v.detach())  # the same values, another gradient
+        return chunk_gated_delta_rule(q, k, skewed.to(v.dtype), g, beta, **options)[0], None
+
+    monkeypatch.setattr(bench_contenders, "chunk_gated_delta_rule", op)
+    options = ["--gates", "weak", "--direction", "backward", "--json", str(tmp_path / "x.json")]
+    assert main(["bench", "--quick", *options]) == 1
+    assert "not timed: dv is off by 5.0e-02, allowed are 1e-02" in capsys.readouterr().out.splitlines()[-1]
+    (result,) = json.loads((tmp_path / "x.json").read_text())["cases"][0]["results"]
+    assert result["eager_ms"] is None and result["gradient_errors"]["dv"] == pytest.approx(0.05, rel=0.1)
+
+
+@pytest.mark.parametrize(("direction", "forwards", "backwards"), [("backward", 1, 5), ("step", 5, 5)])
+def test_only_what_was_asked_for_is_inside_the_timed_call(direction: str, forwards: int, backwards: int) -> None:
+    counts = {"forward": 0, "backward": 0}
+
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+            counts["forward"] += 1
+            return tensors[2].clone()
+
+        @staticmethod
+        def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            counts["backward"] += 1
+            return tuple(torch.zeros_like(x) for x in draw.tensors)
+
+    contender = bench_contenders.Contender(name="x", middle=False, call=Counted.apply, check=None)
+    draw = bench_draws.Draw.of(workload(), 0, direction, CPU)
+    call = bench_draws._preparation(contender, draw, direction)()
+    for _ in range(5):
+        assert [x.shape for x in call()] == [x.shape for x in draw.tensors]
+    assert counts == {"forward": forwards, "backward": backwards}
 
 
 def test_backward_is_timed_on_kernels_too() -> None:
@@ -175,8 +222,11 @@ def exchanges(monkeypatch: pytest.MonkeyPatch) -> dict[str, types.ModuleType]:
     return seen
 
 
-def test_peers_stand_beside_ours(exchanges: dict[str, types.ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "--quick", "--gates", "init", "--middle-rank", "8"]) == 0
+@pytest.mark.parametrize("direction", ["forward", "backward", "step"])
+def test_peers_stand_beside_ours(
+    direction: str, exchanges: dict[str, types.ModuleType], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--quick", "--gates", "init", "--middle-rank", "8", "--direction", direction]) == 0
     out = capsys.readouterr().out
     rows = [line.split(None, 2)[2] for line in out.splitlines()[-6:]]
     assert "absent" not in out and "Error" not in out
@@ -185,6 +235,11 @@ def test_peers_stand_beside_ours(exchanges: dict[str, types.ModuleType], capsys:
     context = find_peers()[0]["flash_qla"].middle_context(128, 8, CPU).fields
     assert (context["pre_num_ranks"], context["post_num_ranks"], context["is_inter"]) == (4, 3, True)
     assert context["cu_seqlens"].tolist() == [0, 128] and not context["is_first_rank"] and not context["is_last_rank"]
+
+
+def test_one_peer_can_be_asked_for(exchanges: dict[str, types.ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--quick", "--gates", "init", "--peers", "fla"]) == 0
+    assert [line.split()[2] for line in capsys.readouterr().out.splitlines()[-2:]] == ["flashqla_cp", "fla"]
 
 
 def test_a_peer_that_fails_costs_only_its_own_line(
@@ -206,7 +261,7 @@ def test_a_call_that_a_graph_cannot_hold_keeps_its_other_numbers(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for name, value in {"eager_ms": lambda *_: 2.0, "peak_mib": lambda _: 3.0, "graph_ms": graph_ms}.items():
         monkeypatch.setattr(bench_timing, name, value)
-    found = bench_timing.measure(lambda: None, torch.device("cuda"))
+    found = bench_timing.measure(lambda: lambda: None, torch.device("cuda"))
     assert (found["eager_ms"], found["graph_ms"], found["peak_mib"]) == (2.0, None, 3.0) and found["host_us"] > 0
     assert found["graph_failed"] == "RuntimeError: operation not permitted when stream is capturing"
 

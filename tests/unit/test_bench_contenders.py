@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flashqla_cp.cli import bench_timing
-from flashqla_cp.cli.bench import BAR
 from flashqla_cp.cli.bench_contenders import LocalCopies, Peer, contenders, middle_context
+from flashqla_cp.cli.bench_draws import BAR, GRADIENT_BARS, Draw
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.testing.oracle import gated_delta_rule_oracle
 from flashqla_cp.testing.workload import REGIMES, Workload, draw_gates, relative_error
@@ -48,6 +48,41 @@ def test_repeats_are_one_long_document() -> None:
     whole, _ = gated_delta_rule_oracle(*(x.repeat(1, 3, *[1] * (x.dim() - 2)) for x in tensors))
     assert relative_error(work.expected(tensors, 3), whole[:, -work.tokens :]) < 1e-7
     assert relative_error(work.expected(tensors), whole[:, -work.tokens :]) > 0.1
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+@pytest.mark.parametrize("documents", [1, 3])
+def test_expected_gradients_are_those_of_the_recurrence(regime: str, documents: int) -> None:
+    work = workload(gates=regime, documents=documents)
+    leaves = tuple(x.double().requires_grad_() for x in work.draw(0, CPU))
+    upstream = work.upstream(0, CPU)
+    o, _ = gated_delta_rule_oracle(*leaves, cu_seqlens=torch.tensor(work.offsets()))
+    exact = torch.autograd.grad(o, leaves, upstream.double())
+    found = work.expected_gradients(leaves, upstream)
+    assert all(relative_error(x, y) < 1e-6 for x, y in zip(found, exact, strict=True))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_a_middle_rank_has_the_gradients_of_its_place_in_the_document(ranks: int) -> None:
+    """Every rank holds the same tokens and gets the same gradient of o, as the local copies say."""
+    work = workload(gates="mixed")
+    draw = Draw.of(work, 0, "backward", CPU)
+    assert draw.upstream is not None
+    leaves = tuple(x.double().repeat(1, ranks, *[1] * (x.dim() - 2)).requires_grad_() for x in draw.tensors)
+    o, _ = gated_delta_rule_oracle(*leaves)
+    whole = torch.autograd.grad(o, leaves, draw.upstream.double().repeat(1, ranks, 1, 1))
+    own = slice(ranks // 2 * work.tokens, (ranks // 2 + 1) * work.tokens)
+    expected, alone = draw.expected(work, ranks).gradients, draw.expected(work, None).gradients
+    assert expected is not None and alone is not None
+    for (name, found), exact in zip(expected.items(), whole, strict=True):
+        assert relative_error(found, exact[:, own]) < 1e-6
+        assert relative_error(alone[name], exact[:, own]) > 10 * GRADIENT_BARS[name]
+    _, ours = contenders(work, ranks, "torch", {}, CPU)
+    assert ours.check is not None
+    leaves = draw.leaves()
+    grads = torch.autograd.grad(ours.check(*leaves), leaves, draw.upstream)
+    for (name, exact), found in zip(expected.items(), grads, strict=True):
+        assert relative_error(found, exact) < GRADIENT_BARS[name], name
 
 
 @pytest.mark.parametrize(("ranks", "v_heads"), [(3, 4), (8, 8), (8, 4)])
@@ -108,4 +143,9 @@ def test_cost_counts_each_byte_and_product_once() -> None:
     assert ceilings.floor_ms(work, "forward") == pytest.approx(0.440, abs=1e-3)
     short = workload(tokens=6 * 65, documents=6)  # every document ends in a chunk of one token
     assert bench_timing.cost(short, "forward")[1] == 2 * bench_timing.cost(workload(tokens=384), "forward")[1]
-    assert bench_timing.cost(work, "backward")[1] > 2 * operations
+    back_traffic, back_operations = bench_timing.cost(work, "backward")
+    assert back_traffic == 65536 * (2 * (4 * 16 + 3 * 32) * 128 + 4 * 4 * 32)
+    assert back_operations == 1024 * 32 * 14.75 * 2 * 64 * 128 * 128
+    assert bench_timing.cost(work, "step") == (traffic + back_traffic, operations + back_operations)
+    assert ceilings.floor_ms(work, "backward") == pytest.approx(1.416, abs=1e-3)
+    assert ceilings.floor_ms(work, "step") == pytest.approx(0.440 + 1.416, abs=2e-3)

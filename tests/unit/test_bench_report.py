@@ -78,6 +78,28 @@ def test_table_has_a_line_for_each_op() -> None:
     assert len(set(ends)) == 1  # the columns stand below their headings
 
 
+def test_gradients_have_a_column_where_there_is_a_backward() -> None:
+    report = copy.deepcopy(REPORT)
+    report["head"]["options"]["direction"] = "step"
+    for row in report["cases"][0]["results"]:
+        row["gradient_errors"] = None
+    first = report["cases"][0]["results"][0]
+    first |= {
+        "gradient_errors": {"dq": 1e-3, "dg": 4e-3},
+        "graph_ms": None,
+        "graph_failed": "RuntimeError: no",
+        "ratios": {},
+    }
+    report["cases"][0]["results"][1]["gradient_errors"] = {"dq": float("nan"), "dg": 4e-3}
+    lines = [line.split() for line in bench_report.format_table(report).splitlines()]
+    assert (
+        lines[1]
+        == "65536 init flashqla_cp 1.200 - 140 794 4.0e-03 dg 4.0e-03 0.440 37% no graph: RuntimeError: no".split()
+    )
+    assert lines[2][8:10] == ["dq", "nan"] and lines[3][9] == "-"
+    assert bench_report.format_head(report).count("step, bf16") == 1
+
+
 def test_commit_is_that_of_a_checkout_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     found = bench_report.commit()
     assert found is None or 12 <= len(found.rstrip("+")) <= 40
