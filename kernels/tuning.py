@@ -151,8 +151,8 @@ def gradients_config(spec: KernelSpec) -> TileConfig:
     tiles = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square
     shared = tiles + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     roles = (
-        Role(name="multipliers", threads=2 * WARPGROUP, registers=224),
-        Role(name="keepers", threads=WARPGROUP, registers=64),
+        Role(name="multipliers", threads=2 * WARPGROUP, registers=216),
+        Role(name="keepers", threads=WARPGROUP, registers=72),
     )
     return TileConfig(roles=roles, stages=1, shared_bytes=shared)
 
