@@ -127,17 +127,38 @@ def summary_config(spec: KernelSpec) -> TileConfig:
     return _sweep_config(spec, 1, False, 5, {"workers": 208, "helpers": 88})
 
 
+def tcgen05_backward_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the backward schedules with tcgen05: those of the forward, and tiles of what is stored."""
+    width = spec.dim("head_dim")
+    tile, state = 2 * 64 * width, 2 * width**2
+    if spec.stage == "replay":
+        return _sweep_config(spec, 1, False, 3, {"workers": 208, "helpers": 88}, tile + state)
+    if spec.stage in ("sweep", "summary_grad"):
+        registers = {"workers": 184, "scorers": 80, "feeders": 64}
+        return _sweep_config(spec, 2, True, 3, registers, state if spec.stage == "sweep" else 0)
+    # One stage of five tiles of tokens and two states, a square of products, and sums of fp32.
+    stage, fixed = 5 * tile + 2 * state, 2 * 128 * 128 + 4 * 128 * 65 + 8192
+    registers = {"scorers": 240, "readers": 168, "feeders": 104}
+    return TileConfig(
+        roles=tuple(Role(name=name, threads=WARPGROUP, registers=count) for name, count in registers.items()),
+        stages=1,
+        shared_bytes=fixed + stage,
+        tensor_memory_columns=tensor_memory_columns(spec.target, [width, width, width, 64, 64]),
+    )
+
+
 def _sweep_config(
-    spec: KernelSpec, key_tiles: int, scores: bool, most_stages: int, registers: dict[str, int]
+    spec: KernelSpec, key_tiles: int, scores: bool, most_stages: int, registers: dict[str, int], beside: int = 0
 ) -> TileConfig:
     """Stages of `key_tiles` key-like tiles, one value tile and one inverse (and one of scores), 2 bytes an element.
 
     With sums in tensor memory so are the left operands for heads of 128 (a state, two of a chunk's), else shared.
+    beside: bytes of shared memory for something else.
     """
     chunk, width = 64, spec.dim("head_dim")
     tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * 4
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
-    fixed = (tile if scores else 0) + 1024
+    fixed = (tile if scores else 0) + beside + 1024
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]
