@@ -136,9 +136,9 @@ def tcgen05_backward_config(spec: KernelSpec) -> TileConfig:
     if spec.stage in ("sweep", "summary_grad"):
         registers = {"workers": 184, "scorers": 80, "feeders": 64}
         return _sweep_config(spec, 2, True, 3, registers, state if spec.stage == "sweep" else 0)
-    # One stage of five tiles of tokens and two states, a square of products, and sums of fp32.
-    stage, fixed = 5 * tile + 2 * state, 2 * 128 * 128 + 4 * 128 * 65 + 8192
-    registers = {"scorers": 240, "readers": 168, "feeders": 104}
+    # One stage of six tiles of tokens and two states, a square of products, and sums of fp32.
+    stage, fixed = 6 * tile + 2 * state, 2 * 128 * 128 + 4 * 64 * 65 + 6144
+    registers = {"scorers": 208, "readers": 200, "feeders": 96}
     return TileConfig(
         roles=tuple(Role(name=name, threads=WARPGROUP, registers=count) for name, count in registers.items()),
         stages=1,

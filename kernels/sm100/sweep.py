@@ -36,8 +36,8 @@ from flashqla_cp.kernels.blocks.outlets import (
     send_block,
     send_rows,
 )
-from flashqla_cp.kernels.blocks.scores import SCORERS, finish_scores, spread_scores, start_scores
-from flashqla_cp.kernels.blocks.tensor_memory import give, hand_over, operand_allocator, take
+from flashqla_cp.kernels.blocks.scores import SCORERS, alloc_scored, finish_scores, start_scores
+from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import tcgen05_backward_config
@@ -55,7 +55,6 @@ def _recurrence(spec: KernelSpec, outputs: bool):
     config = tcgen05_backward_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     l2norm = spec.has("l2norm")
-    alloc_operand = operand_allocator(V)
 
     @T.macro
     def store(values, state16, more, tiles, dv, dstates16, start, end, chunk, head, place, thread):
@@ -76,34 +75,19 @@ def _recurrence(spec: KernelSpec, outputs: bool):
         send_block(tile, dstates16, chunk, place, WORKERS)
 
     @T.macro
-    def run(q, k, do, inverse, decay, key_scale, table, segment, head, count, scale, enter, leave, edges, place, out):
-        q_tile = T.alloc_shared((STAGES, C, K), dtype)
-        k_tile = T.alloc_shared((STAGES, C, K), dtype)
+    def run(inputs, table, segment, head, count, scale, ends, edges, place, out):
+        q, k, do, inverse, decay, key_scale = inputs
         do_tile = T.alloc_shared((STAGES, C, V), dtype)
         t_tile = T.alloc_shared((STAGES, C, C), dtype)
-        p_tile = T.alloc_shared((STAGES, C, C), dtype)
-        # Sizes fall, as the allocator of tensor memory wants.
-        state_sum = T.alloc_tmem((V, K), f32)
-        recalled_sum = T.alloc_tmem((V, C), f32)
-        direct_sum = T.alloc_tmem((V, C), f32)
-        pulled_sum = T.alloc_tmem((V, C), f32)
-        state_operand = alloc_operand((V, K), dtype)
-        value_operand = alloc_operand((V, C), dtype)
-        faded_operand = alloc_operand((V, C), dtype)
-        score_sum = T.alloc_tmem((C, C), f32)
+        sums, operands = alloc_recurrence(V, K, C, 3, dtype)
+        state_sum, recalled_sum, direct_sum, pulled_sum = sums
+        state_operand, value_operand, faded_operand = operands
+        x = alloc_scored(STAGES, K, dtype)
         full = T.alloc_barrier([WARP] * STAGES)
         ready = T.alloc_barrier([SCORERS] * STAGES)
         free = T.alloc_barrier([1] * STAGES)
         done = T.alloc_barrier([1] * PRODUCTS)
         given = T.alloc_barrier([WORKERS] * GIFTS)
-        scored = T.alloc_barrier([1])
-        grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
-        read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
-        fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
-        keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
-        gate = T.alloc_shared((STAGES, C), f32)
-        k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
-        q_scale = T.alloc_shared((C,), f32)
         tiles = (alloc_outlet(C, V, dtype), alloc_outlet(V, K, dtype)) if outputs else ()
         T.annotate_layout(outlet_layouts(*tiles))
         thread = T.get_thread_binding()
@@ -118,10 +102,10 @@ def _recurrence(spec: KernelSpec, outputs: bool):
             narrow = T.alloc_fragment((V, C), f32)
             direct = T.alloc_fragment((V, C), f32)
             narrow16 = T.alloc_fragment((V, C), dtype)
-            enter(state, segment, head, count, table, edges)
+            ends[0](state, segment, head, count, table, edges)
             if count > 0:
                 T.mbarrier_wait_parity(ready[0], 0)
-                hand_over(state, state16, state_operand, state_sum, keep[0], given, STATE, V == 64)
+                hand_over(state, state16, state_operand, state_sum, x.keep[0], given, STATE, V == 64)
                 if outputs:
                     store_first(state16, tiles[1], out[1], chunk, place)
             for i in T.serial(count):
@@ -131,13 +115,13 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                 T.copy(recalled_sum, narrow)
                 T.copy(direct_sum, direct)
                 for a, b in T.Parallel(V, C):
-                    narrow16[a, b] = narrow[a, b] * fade[slot, b] + direct[a, b]
+                    narrow16[a, b] = narrow[a, b] * x.fade[slot, b] + direct[a, b]
                 T.copy(narrow16, value_operand)
                 give(given, VALUE, V == 64)
                 take(done, PULLED, i % 2)
                 T.copy(pulled_sum, narrow)
                 for a, b in T.Parallel(V, C):
-                    narrow16[a, b] = narrow[a, b] * grow[slot, b]
+                    narrow16[a, b] = narrow[a, b] * x.grow[slot, b]
                 T.copy(narrow16, faded_operand)
                 give(given, FADED, V == 64)
                 if i + 1 < count:
@@ -145,7 +129,7 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                 take(free, slot, T.truncdiv(i, STAGES) % 2)
                 T.copy(state_sum, state)
                 if i + 1 < count:
-                    hand_over(state, state16, state_operand, state_sum, keep[upcoming], given, STATE, V == 64)
+                    hand_over(state, state16, state_operand, state_sum, x.keep[upcoming], given, STATE, V == 64)
                 if outputs:
                     store(
                         narrow,
@@ -162,7 +146,7 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                         thread,
                     )
             T.tma_store_wait(0)
-            leave(state, segment, head, count, table, edges)
+            ends[1](state, segment, head, count, table, edges)
         elif thread < WORKERS + SCORERS:
             T.set_max_nreg(config.roles[1].registers, 0)
             scores = T.alloc_fragment((C, C), f32)
@@ -174,27 +158,24 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                 length = T.alloc_var("int32", init=end - begin + i * C)
                 T.mbarrier_wait_parity(full[slot], T.truncdiv(i, STAGES) % 2)
                 if length < C:
-                    clear_tail(k_tile, slot, length, row, SCORERS, K, dtype)
-                    clear_tail(q_tile, slot, length, row, SCORERS, K, dtype)
+                    clear_tail(x.k, slot, length, row, SCORERS, K, dtype)
+                    clear_tail(x.q, slot, length, row, SCORERS, K, dtype)
                     clear_tail(do_tile, slot, length, row, SCORERS, V, dtype)
                     T.fence_proxy_async()
                     T.sync_threads(barrier_id=1, arrive_count=SCORERS)  # norms are of rows that others cleared
-                start_scores(q_tile, k_tile, slot, score_sum, scored, q_scale, row, l2norm)
-                spread_scores(gate, k_scale, q_scale, grow, read, fade, keep, slot, row, scale, l2norm)
-                finish_scores(
-                    score_sum, scored, i % 2, scores, scores16, p_tile, gate, k_scale, q_scale, slot, scale, l2norm
-                )
+                start_scores(x, slot, row, scale, l2norm)
+                finish_scores(x, slot, i % 2, scores, scores16, scale, l2norm)
                 # The scores are made: Q takes in what the state's gradient wants of it. Two threads a row.
-                factor = T.alloc_var(f32, init=T.exp2(gate[slot, row // 2]) * scale)
+                factor = T.alloc_var(f32, init=T.exp2(x.gate[slot, row // 2]) * scale)
                 if l2norm:
-                    factor = factor * q_scale[row // 2]
+                    factor = factor * x.q_scale[row // 2]
                 for j in T.serial(K // 16):
                     for e in T.vectorized(8):
-                        part[e] = q_tile[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
+                        part[e] = x.q[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
                     for e in T.unroll(8):
                         part[e] = T.cast(T.cast(part[e], f32) * factor, dtype)
                     for e in T.vectorized(8):
-                        q_tile[slot, row // 2, row % 2 * (K // 2) + j * 8 + e] = part[e]
+                        x.q[slot, row // 2, row % 2 * (K // 2) + j * 8 + e] = part[e]
                 T.fence_proxy_async()
                 T.mbarrier_arrive(ready[slot])
         else:
@@ -203,14 +184,14 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                 for i in T.serial(count):
                     slot = T.alloc_var("int32", init=T.truncmod(i, STAGES))
                     take(ready, slot, T.truncdiv(i, STAGES) % 2)
-                    issue(do_tile[slot, :, :], p_tile[slot, :, :], direct_sum, None, left_t=True, right_t=False)
+                    issue(do_tile[slot, :, :], x.p[slot, :, :], direct_sum, None, left_t=True, right_t=False)
                     take(given, STATE, i % 2)
-                    issue(state_operand, k_tile[slot, :, :], recalled_sum, done[RECALLED])
+                    issue(state_operand, x.k[slot, :, :], recalled_sum, done[RECALLED])
                     take(given, VALUE, i % 2)
                     issue(value_operand, t_tile[slot, :, :], pulled_sum, done[PULLED], right_t=False)
                     issue(
                         do_tile[slot, :, :],
-                        q_tile[slot, :, :],
+                        x.q[slot, :, :],
                         state_sum,
                         None,
                         clear=False,
@@ -218,7 +199,7 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                         right_t=False,
                     )
                     take(given, FADED, i % 2)
-                    issue(faded_operand, k_tile[slot, :, :], state_sum, free[slot], clear=False, right_t=False)
+                    issue(faded_operand, x.k[slot, :, :], state_sum, free[slot], clear=False, right_t=False)
             elif thread < WORKERS + SCORERS + 2 * WARP:
                 key_head = T.alloc_var("int32", init=T.truncdiv(head, ratio))
                 for i in T.serial(count):
@@ -226,11 +207,11 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                     start = T.alloc_var("int32", init=begin - i * C)
                     T.mbarrier_wait_parity(free[slot], T.truncdiv(i, STAGES) % 2 ^ 1)
                     T.fence_proxy_async()  # the scorers wrote there, as ordinary threads
-                    T.tma_copy(decay[chunk - i, head, 0:C], gate[slot, :], barrier=full[slot])
+                    T.tma_copy(decay[chunk - i, head, 0:C], x.gate[slot, :], barrier=full[slot])
                     if l2norm:
-                        T.tma_copy(key_scale[chunk - i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
-                    T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
-                    T.tma_copy(q[start : start + C, key_head, 0:K], q_tile[slot, :, :], barrier=full[slot])
+                        T.tma_copy(key_scale[chunk - i, key_head, 0:C], x.k_scale[slot, :], barrier=full[slot])
+                    T.tma_copy(k[start : start + C, key_head, 0:K], x.k[slot, :, :], barrier=full[slot])
+                    T.tma_copy(q[start : start + C, key_head, 0:K], x.q[slot, :, :], barrier=full[slot])
                     T.tma_copy(do[start : start + C, head, 0:V], do_tile[slot, :, :], barrier=full[slot])
                     T.tma_copy(inverse[chunk - i, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
                     T.mbarrier_arrive(full[slot])
@@ -302,20 +283,15 @@ def build_sweep(spec: KernelSpec):
             segment = T.alloc_var("int32", init=T.truncdiv(block, heads))
             length = T.alloc_var("int32", init=table[segment, column.END] - table[segment, column.START])
             count = T.alloc_var("int32", init=T.truncdiv(length + (C - 1), C))
+            inputs = (q, k, do, inverse, decay, key_scale)
             run(
-                q,
-                k,
-                do,
-                inverse,
-                decay,
-                key_scale,
+                inputs,
                 table,
                 segment,
                 head,
                 count,
                 scale,
-                enter,
-                leave,
+                (enter, leave),
                 (dcarried, dexit, exit_row, dentry),
                 place,
                 (dv, dstates16),
@@ -378,26 +354,10 @@ def build_summary_grad(spec: KernelSpec):
                 while count * C < length and left > threshold:
                     left = left + bound[head, table[segment, column.CHUNK] + count]
                     count = count + 1
-            ends = T.alloc_var("int32", init=-1)  # row of the known gradient behind
+            known = T.alloc_var("int32", init=-1)  # row of the known gradient behind
             if has_final and count > 0 and left > threshold and table[segment, column.LAST] == 1:
-                ends = exit_row[table[segment, column.CHAIN]]
-            run(
-                q,
-                k,
-                do,
-                inverse,
-                decay,
-                key_scale,
-                table,
-                segment,
-                head,
-                count,
-                scale,
-                enter,
-                leave,
-                (dexit, ends, dboundary, out),
-                None,
-                None,
-            )
+                known = exit_row[table[segment, column.CHAIN]]
+            inputs = (q, k, do, inverse, decay, key_scale)
+            run(inputs, table, segment, head, count, scale, (enter, leave), (dexit, known, dboundary, out), None, None)
 
     return summary_grad
