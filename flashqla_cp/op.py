@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from flashqla_cp import fused
+from flashqla_cp import fused, fused_grad
 from flashqla_cp.autograd import GatedDeltaRule
 from flashqla_cp.checks import (
     as_parameter,
@@ -111,8 +111,6 @@ def chunk_gated_delta_rule(
     if kernels is not None:
         call = fused.Call(
             kernels=kernels,
-            A_log=A_log,
-            dt_bias=dt_bias,
             l2norm=use_qk_l2norm_in_kernel,
             sigmoid=use_beta_sigmoid_in_kernel,
             double=allow_neg_eigval,
@@ -121,7 +119,8 @@ def chunk_gated_delta_rule(
             state_v_first=state_v_first,
         )
         if headwise is None:
-            return call.run((q, k, v, g, beta), initial_state, offsets if there is None else there, cp_context)
+            offsets = offsets if there is None else there
+            return fused_grad.run(call, (q, k, v, g, beta), (A_log, dt_bias), initial_state, offsets, cp_context)
 
     if cp_context is None:
         program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)
@@ -170,7 +169,8 @@ def _on_kernels(
     state: torch.Tensor | None,
 ) -> Any:
     """The same on kernels, for gates that were made already."""
-    o, final_state = call.after_gates().run([x[None] for x in tensors], state, offsets, None)
+    rows = [x[None] for x in tensors]
+    o, final_state = fused_grad.run(call.after_gates(), rows, (None, None), state, offsets, None)
     return o[0], final_state
 
 

@@ -54,7 +54,7 @@ def explain(device_type: str, capability: tuple[int, int] | None = None) -> tupl
     if device_type != "cuda":
         return "torch", f"TileLang kernels run on CUDA devices only, this is {device_type}"
     if capability in {arch.capability for arch in ARCHES.values()}:
-        return "tilelang", 'forward kernels; this release has no backward kernels, so training needs backend="torch"'
+        return "tilelang", "kernels for the forward and the backward"
     known = ", ".join(f"sm_{a.capability[0]}{a.capability[1]}" for a in ARCHES.values())
     arch = "" if capability is None else f" for sm_{capability[0]}{capability[1]}"
     return "torch", f"this release has no TileLang kernels{arch}, only for {known}"
@@ -65,7 +65,7 @@ def select(backend: str, device: torch.device, *, needs_grad: bool, sizes: Sizes
 
     Raises:
         ValueError: an unknown name; backend="tilelang" with sizes that no kernel takes.
-        NotImplementedError: the named backend cannot run here, or not with gradients.
+        NotImplementedError: the named backend cannot run here.
         RuntimeError: "auto" in training on CUDA where only the torch backend could: its speed is not what anyone
             trains with.
     """
@@ -78,8 +78,6 @@ def select(backend: str, device: torch.device, *, needs_grad: bool, sizes: Sizes
     if arch is None:
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         reason = explain(device.type, capability)[1]
-    elif needs_grad:
-        reason = f"this release has no backward kernels for {arch.name}"
     else:
         reason = refusal
     if backend == "tilelang":

@@ -28,7 +28,7 @@ _PASS_CONFIGS = {
 
 
 def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
-    """What a model meets in the forward, for every head size, ratio and dtype in `choices` (head_dim, ratio, dtype).
+    """What a model meets, for every head size, ratio and dtype in `choices` (head_dim, ratio, dtype).
 
     With norms and write strengths made in the kernels or not, with states in and out or not, for one rank or many.
     """
@@ -36,13 +36,19 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
     for dtype in choices["dtype"]:
         found.append(make_spec("clear_rows", arch, {}, {"x": dtype}))
         found += [
-            make_spec("gate_cumsum", arch, {}, {"g": g}, {"gate": gate}) for g in (dtype, "float32") for gate in (0, 1)
+            make_spec(stage, arch, {}, {"g": g}, {"gate": gate})
+            for stage in ("gate_cumsum", "gate_grad")
+            for g in (dtype, "float32")
+            for gate in (0, 1)
         ]
     for head_dim in choices["head_dim"]:
         chain = {"head_dim": head_dim}
         found.append(make_spec("fold", arch, chain))
+        found.append(make_spec("affine_chain", arch, chain, {}, {"reverse": True, "apart": True}))
         for initial_state in (False, True):
-            found.append(make_spec("affine_chain", arch, chain, {}, {"initial_state": initial_state}))
+            for reverse in (False, True):
+                flags = {"initial_state": initial_state, "reverse": reverse}
+                found.append(make_spec("affine_chain", arch, chain, {}, flags))
             for final_correction in (False, True):
                 flags = {"initial_state": initial_state, "apart": True, "final_correction": final_correction}
                 found.append(make_spec("affine_chain", arch, chain, {}, flags))
@@ -52,24 +58,36 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
         dims, qkv = {"head_dim": head_dim, "ratio": ratio}, {"qkv": dtype}
         for beta, sigmoid in ((dtype, False), (dtype, True), ("float32", False), ("float32", True)):
             flags = {"l2norm": l2norm, "sigmoid": sigmoid}
-            found.append(make_spec("solve", arch, dims, qkv | {"beta": beta}, flags))
+            found += [make_spec(stage, arch, dims, qkv | {"beta": beta}, flags) for stage in ("solve", "gradients")]
         for initial_state in (False, True):
             flags = {"l2norm": l2norm, "initial_state": initial_state}
             found.append(make_spec("summary", arch, dims, qkv, flags))
+            found.append(make_spec("replay", arch, dims, qkv, flags))
             found += [make_spec("forward", arch, dims, qkv, flags | {"final_state": final}) for final in (False, True)]
+        for final_grad in (False, True):
+            flags = {"l2norm": l2norm, "final_grad": final_grad}
+            found.append(make_spec("summary_grad", arch, dims, qkv, flags))
+            found += [make_spec("sweep", arch, dims, qkv, flags | {"initial_grad": want}) for want in (False, True)]
     return found
 
 
-def _register(stage: str, folders: Mapping[str, str]) -> None:
+def _register(stage: str, folders: Mapping[str, str], module_name: str = "") -> None:
     for family, folder in folders.items():
-        module = f"flashqla_cp.kernels.{folder}.{stage}"
+        module = f"flashqla_cp.kernels.{folder}.{module_name or stage}"
         register_builder(
             stage, family, f"{module}:build_{stage}", [_HERE / "blocks", _HERE / "chunks.py"], _PASS_CONFIGS, _ROWS
         )
 
 
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}
-for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows", "fold"):
+for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows", "fold", "gate_grad"):
     _register(_stage, _PORTABLE)
-for _stage in ("summary", "forward"):
-    _register(_stage, {"sm90": "sm90", "sm100": "sm100"})
+for _stage, _module in (
+    ("summary", ""),
+    ("forward", ""),
+    ("replay", ""),
+    ("sweep", ""),
+    ("summary_grad", "sweep"),
+    ("gradients", ""),
+):
+    _register(_stage, {"sm90": "sm90", "sm100": "sm100"}, _module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.spec import KernelSpec
@@ -12,6 +13,7 @@ WARPGROUP = 128
 REGISTER_STEP = 8
 LEAST_REGISTERS = 24
 TENSOR_MEMORY_STEP = 32
+GATE_GRAD_TOKENS = 256  # of a block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,38 +129,64 @@ def summary_config(spec: KernelSpec) -> TileConfig:
     return _sweep_config(spec, 1, False, 5, {"workers": 208, "helpers": 88})
 
 
-def tcgen05_backward_config(spec: KernelSpec) -> TileConfig:
-    """Launch shape of the backward schedules with tcgen05: those of the forward, and tiles of what is stored."""
-    width = spec.dim("head_dim")
-    tile, state = 2 * 64 * width, 2 * width**2
-    if spec.stage == "replay":
-        return _sweep_config(spec, 1, False, 3, {"workers": 208, "helpers": 88}, tile + state)
-    if spec.stage in ("sweep", "summary_grad"):
+def replay_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the replay: as summary, and tiles in which states and values leave."""
+    return _sweep_config(spec, 1, False, 4, {"workers": 208, "helpers": 88}, leaving=1 + 64 / spec.dim("head_dim"))
+
+
+def sweep_config(spec: KernelSpec, *, stores: bool) -> TileConfig:
+    """Launch shape of the gradients' recurrence: as forward, and tiles in which states' gradients leave."""
+    registers = {"workers": 192, "scorers": 104, "copier": 24}
+    if spec.target.mma == "tcgen05":
         registers = {"workers": 184, "scorers": 80, "feeders": 64}
-        return _sweep_config(spec, 2, True, 3, registers, state if spec.stage == "sweep" else 0)
-    # One stage of six tiles of tokens and two states, a square of products, and sums of fp32.
-    stage, fixed = 6 * tile + 2 * state, 2 * 128 * 128 + 4 * 64 * 65 + 6144
-    registers = {"scorers": 208, "readers": 200, "feeders": 96}
-    return TileConfig(
-        roles=tuple(Role(name=name, threads=WARPGROUP, registers=count) for name, count in registers.items()),
-        stages=1,
-        shared_bytes=fixed + stage,
-        tensor_memory_columns=tensor_memory_columns(spec.target, [width, width, width, 64, 64]),
+    return _sweep_config(spec, 2, True, 3, registers, leaving=1 + 64 / spec.dim("head_dim") if stores else 0)
+
+
+def gradients_config(spec: KernelSpec) -> TileConfig:
+    """Launch shape of the chunkwise gradients: two warpgroups that multiply, and one that serves them.
+
+    With tcgen05 one that scores, one that reads states, one that serves: six tiles of tokens, two states, a square of
+    all rows, and sums of fp32.
+    """
+    chunk, width = 64, spec.dim("head_dim")
+    tile, square = 2 * chunk * width, 2 * chunk * chunk
+    if spec.target.mma == "tcgen05":
+        registers = {"scorers": 208, "readers": 200, "feeders": 96}
+        return TileConfig(
+            roles=tuple(Role(name=name, threads=WARPGROUP, registers=count) for name, count in registers.items()),
+            stages=1,
+            shared_bytes=6 * tile + 2 * 2 * width * width + 4 * square + 4 * chunk * (chunk + 1) + 6144,
+            tensor_memory_columns=tensor_memory_columns(spec.target, [width, width, width, chunk, chunk]),
+        )
+    shared = (
+        2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     )
+    roles = (
+        Role(name="multipliers", threads=2 * WARPGROUP, registers=232),
+        Role(name="keepers", threads=WARPGROUP, registers=40),
+    )
+    return TileConfig(roles=roles, stages=1, shared_bytes=shared)
 
 
 def _sweep_config(
-    spec: KernelSpec, key_tiles: int, scores: bool, most_stages: int, registers: dict[str, int], beside: int = 0
+    spec: KernelSpec,
+    key_tiles: int,
+    scores: bool,
+    most_stages: int,
+    registers: dict[str, int],
+    leaving: float | None = None,
 ) -> TileConfig:
     """Stages of `key_tiles` key-like tiles, one value tile and one inverse (and one of scores), 2 bytes an element.
 
+    leaving: what is stored from shared memory, in states; the output of one chunk unless given.
+
     With sums in tensor memory so are the left operands for heads of 128 (a state, two of a chunk's), else shared.
-    beside: bytes of shared memory for something else.
     """
     chunk, width = 64, spec.dim("head_dim")
     tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * 4
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
-    fixed = (tile if scores else 0) + beside + 1024
+    fixed = (tile if scores else 0) if leaving is None else int(leaving * 2 * width * width)
+    fixed += 1024
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]
@@ -193,3 +221,13 @@ def segment_chunks(num_tokens: int, num_v_heads: int, processors: int) -> int:
         if cost < least:
             best, least = length, cost
     return best
+
+
+def head_slabs(num_v_heads: int, ratio: int, head_bytes: int, budget: int) -> list[tuple[int, int]]:
+    """(first value head, number of them) of near equal slabs, whole groups of `ratio`, whose scratch of head_bytes per
+    value head stays within `budget`; a slab has one group at least."""
+    groups = num_v_heads // ratio
+    most = min(max(budget // max(head_bytes * ratio, 1), 1), groups)
+    count = -(groups // -most)
+    cuts = [groups * slab // count * ratio for slab in range(count + 1)]
+    return [(begin, end - begin) for begin, end in pairwise(cuts)]

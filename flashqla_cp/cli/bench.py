@@ -250,19 +250,13 @@ def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:
     dims = dict.fromkeys(("head_k_dim", "head_v_dim"), given["head_dim"])
     sizes = Sizes(dtype=DTYPES[args.dtype], num_heads=heads, num_v_heads=v_heads, **dims)
     kernels = select(args.backend, device, needs_grad=False, sizes=sizes)
-    notes, direction = [], args.direction
+    notes = []
     if device.type == "cpu":
         notes.append("no GPU: the torch backend at small sizes, which tests this command and says nothing of kernels")
-    if direction == "backward" and kernels is not None:
-        try:
-            select("tilelang", device, needs_grad=True, sizes=sizes)
-        except NotImplementedError:
-            notes.append(f"there are no backward kernels for {kernels.arch.name} yet: the forward is timed instead")
-            direction = "forward"
     options = given | {"heads": heads, "v_heads": v_heads, "documents": documents, "middle_rank": middle_rank}
-    options |= {"direction": direction, "dtype": args.dtype, "backend": args.backend, "peers": args.peers}
+    options |= {"direction": args.direction, "dtype": args.dtype, "backend": args.backend, "peers": args.peers}
     backend = _backend_text(args.backend, device, kernels is not None, sizes)
-    return Request(options=options, device=device, direction=direction, backend=backend), notes
+    return Request(options=options, device=device, direction=args.direction, backend=backend), notes
 
 
 def _check_files(args: argparse.Namespace) -> None:

@@ -262,11 +262,11 @@ def _why_not_context(context: Any, states: bool) -> str | None:
 
 
 def _why_not_device(device: torch.device, lacking: str | None = None) -> str | None:
-    """Why a GPU's call stays with fla: no kernels here, for what `lacking` says or for the device or direction."""
+    """Why a GPU's call stays with fla: no kernels here, for what `lacking` says or for the device."""
     if _registered is None or _registered.backend != "auto" or device.type != "cuda":
         return None
     name, reason = explain(device.type, torch.cuda.get_device_capability(device))
-    return lacking or (None if name == "tilelang" and not torch.is_grad_enabled() else reason)
+    return lacking or (None if name == "tilelang" else reason)
 
 
 def _declined(name: str, reason: str | None) -> str | None:

@@ -9,6 +9,8 @@ from flashqla_cp.kernels.chunks import CHUNK
 
 LOG2E = 1.4426950408889634
 GATE_FLOOR = -128.0  # exp of it is 0 in fp32
+# Write strengths are at least this much: backward divides by them, and a weaker write is lost in rounding.
+LEAST_STRENGTH = {"bfloat16": 2.0**-40, "float16": 2.0**-13}
 
 
 @T.macro

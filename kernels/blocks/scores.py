@@ -1,108 +1,63 @@
-"""Scores of a chunk by one warpgroup with tcgen05: P = scale (Q K^T) exp(G_i - G_j), j <= i, and the gates beside."""
-
-from dataclasses import dataclass
-from typing import Any
+"""Scores of queries and keys of a chunk, one warpgroup's work one chunk ahead of the recurrence."""
 
 import tilelang.language as T
 
-from flashqla_cp.kernels.blocks.gates import alloc_gates, spread_gate
-from flashqla_cp.kernels.blocks.mma import issue
-from flashqla_cp.kernels.blocks.tensor_memory import take
-from flashqla_cp.kernels.chunks import CHUNK
+from flashqla_cp.kernels.chunks import CHUNK as C
 
-SCORERS = 128
 L2_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Scored:
-    """What scorers read and make, of every stage.
-
-    q, k [stages, CHUNK, K] and p [stages, CHUNK, CHUNK]: tiles. gate: G to base 2; k_scale: 1 / |k|, with l2norm;
-    grow = -exp(G) / |k|, read = scale exp(G) / |q|, fade = exp(Gc - G) / |k| [stages, CHUNK], keep = exp(Gc) [stages],
-    without the norms if not l2norm. q_scale [CHUNK]: 1 / |q|. sums [CHUNK, CHUNK]: tensor memory. done: its barrier.
-    """
-
-    q: Any
-    k: Any
-    p: Any
-    gate: Any
-    k_scale: Any
-    grow: Any
-    read: Any
-    fade: Any
-    keep: Any
-    q_scale: Any
-    sums: Any
-    done: Any
-
-
-def alloc_scored(stages: int, width: int, dtype: str) -> Scored:
-    """Memory for a kernel's scorers; the last of its tensor memory, the size of which must fall."""
-    tiles = {name: T.alloc_shared((stages, CHUNK, width), dtype) for name in ("q", "k")}
-    gate, k_scale, grow, fade, keep = alloc_gates(stages)
-    return Scored(
-        **tiles,
-        p=T.alloc_shared((stages, CHUNK, CHUNK), dtype),
-        gate=gate,
-        k_scale=k_scale,
-        grow=grow,
-        read=T.alloc_shared((stages, CHUNK), "float32"),
-        fade=fade,
-        keep=keep,
-        q_scale=T.alloc_shared((CHUNK,), "float32"),
-        sums=T.alloc_tmem((CHUNK, CHUNK), "float32"),
-        done=T.alloc_barrier([1]),
-    )
+BARRIER = 1  # named, of the warpgroup that scores
 
 
 @T.macro
-def start_scores(x, slot, row, scale, l2norm):
-    """Start Q K^T of tiles of which K's tail is clear, Q's too with l2norm if it must be; meanwhile spread the gates.
+def query_norms(q_tile, q_scale, slot, row, K, dtype):
+    """q_scale [C] = 1 / |q| of the rows of q_tile[slot] [C, K], by one warpgroup, two threads a row."""
+    part = T.alloc_local((8,), dtype)
+    square = T.alloc_var("float32", init=0.0)
+    for j in T.serial(K // 16):
+        for e in T.vectorized(8):
+            part[e] = q_tile[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
+        for e in T.unroll(8):
+            square = square + T.cast(part[e], "float32") * T.cast(part[e], "float32")
+    square = square + T.shfl_xor(square, 1)
+    T.sync_threads(barrier_id=BARRIER, arrive_count=128)
+    if row % 2 == 0:
+        q_scale[row // 2] = T.rsqrt(square + L2_EPS)
+    T.sync_threads(barrier_id=BARRIER, arrive_count=128)
 
-    By all scorers together, `row` is their number. On return the sums of the chunk before have been read by all.
-    """
-    if l2norm:
-        # Two threads a row of Q. Norms are scales of rows, which the decays take in.
-        half = x.q.shape[2] // 2
-        part = T.alloc_local((8,), x.q.dtype)
-        square = T.alloc_var("float32", init=0.0)
-        for j in T.serial(half // 8):
-            for e in T.vectorized(8):
-                part[e] = x.q[slot, row // 2, row % 2 * half + j * 8 + e]
-            for e in T.unroll(8):
-                square = square + T.cast(part[e], "float32") * T.cast(part[e], "float32")
-        square = square + T.shfl_xor(square, 1)
-        T.sync_threads(barrier_id=1, arrive_count=SCORERS)  # the last chunk's norms have been read
-        if row % 2 == 0:
-            x.q_scale[row // 2] = T.rsqrt(square + L2_EPS)
-    # Tails are clear, norms are there, and the last chunk's sums have been read.
-    T.tcgen05_before_thread_sync()
-    T.sync_threads(barrier_id=1, arrive_count=SCORERS)
-    T.tcgen05_after_thread_sync()
-    issue(x.q[slot, :, :], x.k[slot, :, :], x.sums, x.done)
-    if row < CHUNK:
-        query = T.alloc_var("float32", init=scale)
+
+@T.macro
+def score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, log_scale, dtype, l2norm):
+    """p_tile[slot] [C, C] = scale (Q K^T) exp(G_i - G_j) for j <= i, else 0. Norms scale rows, as decays do."""
+    scores = T.alloc_fragment((C, C), "float32")
+    weight = T.alloc_fragment((C, C), "float32")
+    row_gate = T.alloc_fragment((C,), "float32")
+    column_gate = T.alloc_fragment((C,), "float32")
+    column_scale = T.alloc_fragment((C,), "float32")
+    scores16 = T.alloc_fragment((C, C), dtype)
+    for a in T.Parallel(C):
+        row_gate[a] = gate[slot, a] + log_scale
         if l2norm:
-            query = scale * x.q_scale[row]
-        spread_gate(x.gate, x.k_scale, x.grow, x.fade, x.keep, slot, row, l2norm)
-        x.read[slot, row] = T.exp2(x.gate[slot, row]) * query
+            row_gate[a] = row_gate[a] + T.log2(q_scale[a])
+    if l2norm:
+        T.copy(k_scale[slot, :], column_scale)
+    T.copy(gate[slot, :], column_gate)
+    T.wgmma_gemm(q_tile[slot, :, :], k_tile[slot, :, :], scores, transpose_B=True, clear_accum=True)
+    for a, b in T.Parallel(C, C):
+        weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
+    T.wait_wgmma(0)
+    for a, b in T.Parallel(C, C):
+        scores16[a, b] = scores[a, b] * weight[a, b] * (column_scale[b] if l2norm else 1.0)
+    T.copy(scores16, p_tile[slot, :, :])
 
 
 @T.macro
-def finish_scores(x, slot, turn, scores, scores16, scale, l2norm):
-    """P of the sums that start_scores began, rounded, to its tile. scores, scores16 [CHUNK, CHUNK]: fragments."""
-    take(x.done, 0, turn)
-    T.copy(x.sums, scores)
-    for a, b in T.Parallel(CHUNK, CHUNK):
-        scores16[a, b] = T.if_then_else(
-            a >= b,
-            scores[a, b]
-            * (
-                T.exp2(x.gate[slot, a] - x.gate[slot, b])
-                * scale
-                * ((x.q_scale[a] * x.k_scale[slot, b]) if l2norm else 1.0)
-            ),
-            0.0,
-        )
-    T.copy(scores16, x.p[slot, :, :])
+def scale_rows(tile, factor, slot, row, K, dtype):
+    """tile[slot] [C, K]: rows times factor[slot] [C], in place, by one warpgroup."""
+    part = T.alloc_local((8,), dtype)
+    for j in T.unroll(C * K // (8 * 128)):
+        for e in T.vectorized(8):
+            part[e] = tile[slot, j * (1024 // K) + row // (K // 8), row % (K // 8) * 8 + e]
+        for e in T.unroll(8):
+            part[e] = T.cast(T.cast(part[e], "float32") * factor[slot, j * (1024 // K) + row // (K // 8)], dtype)
+        for e in T.vectorized(8):
+            tile[slot, j * (1024 // K) + row // (K // 8), row % (K // 8) * 8 + e] = part[e]

@@ -18,11 +18,9 @@ COLUMNS = 9
 
 CHUNK_COLUMNS = 2  # of the chunk table: first token, number of tokens (0 in a ghost)
 
-# Of the link table, one line per carried row. A chain's rows stand together; the first line has their number, others 0.
+# Of the link tables, one line per carried row: of the states and, with an exchange, of the gradients. A chain's rows
+# stand together; the first line has their number, others 0.
 LENGTH = 0
 LINK_CHAIN = 1
-LINK_COLUMNS = 2
-
-# Of the gradients' link table, the same and the row of the correction of the segment behind the chain's first line.
-LINK_CORRECTION = 2
-GRAD_LINK_COLUMNS = 3
+LINK_CORRECTION = 2  # for gradients: row of the correction of the segment behind the chain's first line; others follow
+LINK_COLUMNS = 3

@@ -21,7 +21,7 @@ EXACT = -24.0  # base-2 logarithm of what counts as forgotten: fp32 rounding
 
 
 @cache
-def _spec(
+def spec_of(
     stage: str,
     arch: Arch,
     dims: tuple[tuple[str, int], ...] = (),
@@ -56,9 +56,9 @@ class Inputs:
         """The specialisation of a stage for these inputs."""
         dims = (("head_dim", self.q.shape[2]), ("ratio", self.v.shape[1] // self.q.shape[1]))
         dtypes = (("qkv", self.q.dtype),)
-        if stage == "solve":
+        if stage in ("solve", "gradients"):
             dtypes = (*dtypes, ("beta", self.beta.dtype))
-        return _spec(stage, self.arch, dims, dtypes, **flags, l2norm=self.l2norm)
+        return spec_of(stage, self.arch, dims, dtypes, **flags, l2norm=self.l2norm)
 
     def numbers(self, *shape: int) -> torch.Tensor:
         """Uninitialised fp32."""
@@ -78,7 +78,8 @@ class Solved:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Maps:
-    """Of segments that something follows: boundary (E) and correction (M^T) [rows, HV, ., K], corrects [rows, HV]."""
+    """Of segments that something follows: boundary (E) and correction (M^T) [rows, HV, ., K], corrects [rows, HV]; or
+    their adjoints, of those that something precedes: D, and the same correction by rows of its own."""
 
     boundary: torch.Tensor
     correction: torch.Tensor
@@ -87,7 +88,8 @@ class Maps:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Entries:
-    """States in front of chains: values [entries, HV, V, K] and each chain's row, int32 [chains], -1 for zero."""
+    """States in front of chains, or gradients of those behind them: values [entries, HV, V, K] and each chain's row,
+    int32 [chains], -1 for zero."""
 
     values: torch.Tensor
     row: torch.Tensor
@@ -97,7 +99,7 @@ def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
     """Cumulative log gate of every chunk, base 2: [chunks, HV, C]."""
     heads = x.v.shape[1]
     decay = x.numbers(len(tables.chunks), heads, CHUNK)
-    spec = _spec("gate_cumsum", x.arch, (), (("g", x.g.dtype),), gate=x.A_log is not None)
+    spec = spec_of("gate_cumsum", x.arch, (), (("g", x.g.dtype),), gate=x.A_log is not None)
     A_log = decay.view(-1)[:1] if x.A_log is None else x.A_log
     dt_bias = A_log if x.dt_bias is None else x.dt_bias
     launch(spec, x.g, tables.chunks, A_log, dt_bias, decay)
@@ -141,14 +143,23 @@ def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool, thresho
 
 
 def affine_chain(
-    x: Inputs, maps: Maps, tables: Tables, entries: Entries | None, *, apart: bool = False
+    x: Inputs, maps: Maps, tables: Tables, entries: Entries | None, *, apart: bool = False, reverse: bool = False
 ) -> torch.Tensor:
-    """States behind the segments that something follows, [rows, HV, V, K]: boundary itself unless `apart`."""
+    """States behind the segments that something follows or, with `reverse`, gradients of the states in front of those
+    that something precedes: [rows, HV, V, K], maps.boundary itself unless `apart`.
+
+    entries: what meets the first segment of a chain, or in reverse the last one, which exits already met otherwise.
+    """
     carried = torch.empty_like(maps.boundary) if apart else maps.boundary
     dims = (("head_dim", x.q.shape[2]),)
-    spec = _spec("affine_chain", x.arch, dims, initial_state=entries is not None, apart=apart)
     launch(
-        spec, tables.links, maps.correction, maps.corrects, *_entries(entries, carried, tables), maps.boundary, carried
+        spec_of("affine_chain", x.arch, dims, initial_state=entries is not None, apart=apart, reverse=reverse),
+        tables.back_links if reverse else tables.links,
+        maps.correction,
+        maps.corrects,
+        *entry_arguments(entries, carried, tables),
+        maps.boundary,
+        carried,
     )
     return carried
 
@@ -161,13 +172,13 @@ def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -
     final_correction = x.numbers(tables.num_chains, x.v.shape[1], width, width)
     entered = entries is not None
     dims = (("head_dim", width),)
-    spec = _spec("affine_chain", x.arch, dims, initial_state=entered, apart=True, final_correction=True)
+    spec = spec_of("affine_chain", x.arch, dims, initial_state=entered, apart=True, final_correction=True)
     launch(
         spec,
         tables.links,
         maps.correction,
         maps.corrects,
-        *_entries(entries, carried, tables),
+        *entry_arguments(entries, carried, tables),
         maps.boundary,
         carried,
         final_correction,
@@ -197,14 +208,16 @@ def forward(
         solved.key_scale,
         tables.segments,
         carried,
-        *_entries(entries, carried, tables),
+        *entry_arguments(entries, carried, tables),
         o,
         carried if final is None else final,
         scale,
     )
 
 
-def _entries(entries: Entries | None, stand_in: torch.Tensor, tables: Tables) -> tuple[torch.Tensor, torch.Tensor]:
+def entry_arguments(
+    entries: Entries | None, stand_in: torch.Tensor, tables: Tables
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments of a kernel that may have no entry states: it was built without them, and never reads these."""
     if entries is None:
         return stand_in, tables.links.view(-1)
@@ -213,7 +226,7 @@ def _entries(entries: Entries | None, stand_in: torch.Tensor, tables: Tables) ->
 
 def clear_rows(o: torch.Tensor, end: torch.Tensor, arch: Arch) -> None:
     """Zeros in the rows of o [T, HV, V] from the last of `end` on."""
-    launch(_spec("clear_rows", arch, (), (("x", o.dtype),)), end, o.view(len(o), -1))
+    launch(spec_of("clear_rows", arch, (), (("x", o.dtype),)), end, o.view(len(o), -1))
 
 
 def fold(
@@ -233,5 +246,5 @@ def fold(
         boundary, correction = boundary.contiguous(), correction.contiguous()
         if not len(correction):
             correction = boundary[:1]
-        launch(_spec("fold", arch, (("head_dim", key_dim),)), boundary, correction, links, first, out)
+        launch(spec_of("fold", arch, (("head_dim", key_dim),)), boundary, correction, links, first, out)
     return out

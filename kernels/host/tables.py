@@ -20,13 +20,43 @@ from flashqla_cp.kernels.spec import make_spec
 from flashqla_cp.kernels.tuning import segment_chunks
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableSizes:
+    """Rows of the tables, bounds that need no offset: see Tables."""
+
+    most: int
+    divided: bool
+    chunks: int
+    segments: int
+    rows: int
+
+    @classmethod
+    def of(
+        cls,
+        num_tokens: int,
+        num_chains: int,
+        *,
+        num_v_heads: int,
+        processors: int,
+        exchanged: bool = False,
+        longest: int | None = None,
+    ) -> TableSizes:
+        """Sizes for chains of num_tokens in all and `longest` at most; exchanged: any may go on elsewhere."""
+        most = segment_chunks(num_tokens, num_v_heads, processors)
+        chunks = num_tokens // CHUNK + num_chains
+        divided = exchanged or -(-(num_tokens if longest is None else longest) // CHUNK) > most
+        rows = chunks // most + (num_chains if exchanged else 0) if divided else 0
+        return cls(most=most, divided=divided, chunks=chunks, segments=chunks // most + num_chains, rows=max(rows, 1))
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Tables:
     """Chunks and segments of chains; rows past the last are ghosts.
 
     num_tokens: rows of the tensors. num_chains: documents, or fragments of them. most: chunks of a segment at most.
-    divided: whether any chain may have more than one segment. chunks int32 [chunks, 2], segments int32 [segments, 8],
-    links int32 [rows, 2]: see kernels/blocks/segments.py.
+    divided: whether any chain may have more than one segment. chunks int32 [chunks, 2], segments int32 [segments, 9],
+    links and back_links int32 [rows, 3], of states and gradients (the same tensor without an exchange): see
+    kernels/blocks/segments.py.
     """
 
     num_tokens: int
@@ -36,6 +66,7 @@ class Tables:
     chunks: torch.Tensor
     segments: torch.Tensor
     links: torch.Tensor
+    back_links: torch.Tensor
 
     @classmethod
     def of(
@@ -47,44 +78,51 @@ class Tables:
         *,
         num_v_heads: int,
         processors: int,
-        emits: torch.Tensor | None = None,
+        exchanged: tuple[torch.Tensor, torch.Tensor] | None = None,
         longest: int | None = None,
     ) -> Tables:
         """Tables of chains [start, end), int32 [chains] on the device of the tensors.
 
-        emits: int32 [chains], chains whose last segment's map is wanted too. longest: tokens of the longest chain, if
-        known; processors: multiprocessors to keep busy.
+        exchanged: int32 [chains] twice, chains that emit (their last segment's map is wanted too) and chains that
+        receive (so is their first segment's gradient map), or None where no chain can. longest: tokens of the longest
+        chain, if known; processors: multiprocessors to keep busy.
         """
         chains = len(start)
-        most = segment_chunks(num_tokens, num_v_heads, processors)
-        chunks = num_tokens // CHUNK + chains
-        reach = num_tokens if longest is None else longest
-        divided = -(-reach // CHUNK) > most or emits is not None
-        rows = chunks // most + (chains if emits is not None else 0) if divided else 0
+        size = TableSizes.of(
+            num_tokens,
+            chains,
+            num_v_heads=num_v_heads,
+            processors=processors,
+            exchanged=exchanged is not None,
+            longest=longest,
+        )
 
         def table(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.int32, device=start.device)
 
+        links = table(size.rows, column.LINK_COLUMNS)
         made = cls(
             num_tokens=num_tokens,
             num_chains=chains,
-            most=most,
-            divided=divided,
-            chunks=table(chunks, column.CHUNK_COLUMNS),
-            segments=table(chunks // most + chains, column.COLUMNS),
-            links=table(max(rows, 1), column.LINK_COLUMNS),
+            most=size.most,
+            divided=size.divided,
+            chunks=table(size.chunks, column.CHUNK_COLUMNS),
+            segments=table(size.segments, column.COLUMNS),
+            links=links,
+            back_links=links if exchanged is None else torch.empty_like(links),
         )
-        base = table(3, chains + 1)
-        spec = make_spec("tables", arch, flags={"exchange": emits is not None})
-        emitting = base.view(-1) if emits is None else emits
-        launch(spec, start, end, emitting, base, made.chunks, made.segments, made.links, num_tokens, most)
+        base = table(3 if exchanged is None else 4, chains + 1)
+        spec = make_spec("tables", arch, flags={"exchange": exchanged is not None})
+        ends = (start, end, *((base.view(-1),) * 2 if exchanged is None else exchanged))
+        launch(spec, *ends, base, made.chunks, made.segments, made.links, made.back_links, num_tokens, size.most)
         return made
 
-    def rows_of(self, length: torch.Tensor, emits: torch.Tensor) -> torch.Tensor:
-        """Carried rows of chains of known lengths, as the table kernel counts them."""
+    def rows_of(self, length: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
+        """Carried rows of chains of known lengths, as the table kernel counts them: of states, where `more` says
+        which chains emit, or of gradients, where it says which receive."""
         chunks = (length + CHUNK - 1) // CHUNK
         pieces = (chunks + self.most - 1) // self.most
-        return torch.where(pieces > 0, pieces - 1 + emits, 0)
+        return torch.where(pieces > 0, pieces - 1 + more, 0)
 
 
 def tables_of_batch(

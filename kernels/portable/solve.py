@@ -17,6 +17,7 @@ Letters: T tokens, C chunk, K key dim, H key heads, HV value heads.
 
 import tilelang.language as T
 
+from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
 from flashqla_cp.kernels.blocks.mma import multiply
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
 from flashqla_cp.kernels.chunks import CHUNK as C
@@ -36,6 +37,7 @@ def build_solve(spec: KernelSpec):
     """dims: head_dim, ratio (HV / H). dtypes: qkv, beta. flags: l2norm, sigmoid, double."""
     K, ratio, dtype, f32 = spec.dim("head_dim"), spec.dim("ratio"), spec.dtype("qkv"), "float32"
     l2norm, sigmoid, double = spec.has("l2norm"), spec.has("sigmoid"), spec.has("double")
+    least = LEAST_STRENGTH[dtype]
     SLOTS = min(ratio, 2)  # value heads at a time
     # Columns weighted at a time. Sums of wgmma lie in a warp by 16 rows, so that warps above the diagonal have no work.
     BAND = 16 if spec.target.mma == "wgmma" else C
@@ -123,6 +125,7 @@ def build_solve(spec: KernelSpec):
                                     weight = 1.0 / (1.0 + T.exp(0.0 - weight))
                                     if double:
                                         weight = weight * 2.0
+                                weight = T.max(weight, least)
                         strength[slot, t] = weight
                     T.sync_threads()
                     for s in T.unroll(SLOTS):

@@ -3,9 +3,10 @@
 A chain is a run of tokens that starts from one state: a document, or a rank's fragment of one. It has ceil(length / C)
 chunks, which ceil(chunks / most) segments share evenly. Every segment that something follows owns a row of the carried
 states: what its map makes of the state in front of it is the state in front of the next one. With the flag "exchange"
-the last segment of a chain that `emits` owns one too. One block; its threads scan the chains, then fill the tables by
-bisection. Rows past the end become
-ghosts. Ends past `tokens` are cut there, so that no offsets can lead a kernel out of its tensors.
+the last segment of a chain that `emits` owns one too. Gradients are carried the other way, over the same rows; with the
+flag they have rows of their own, one more in front of a chain that `receives`. One block; its threads scan the chains,
+then fill the tables by bisection. Rows past the end become ghosts. Ends past `tokens` are cut there, so that no offsets
+can lead a kernel out of its tensors.
 """
 
 import tilelang.language as T
@@ -16,14 +17,15 @@ from flashqla_cp.kernels.spec import KernelSpec
 
 THREADS = 512
 LEVELS = 9  # log2 of THREADS
-COUNTS = 3  # of a chain: chunks, segments, carried rows
+CHUNKS, SEGMENTS, STATES, GRADIENTS = range(4)  # what is counted of a chain; the last two are carried rows
 
 
 def build_tables(spec: KernelSpec):
     """flags: exchange."""
     exchange, i32 = spec.has("exchange"), "int32"
-    chains, emitting, bases, chunks, segments, rows = (
-        T.dynamic(n) for n in ("chains", "emitting", "bases", "chunks", "segments", "rows")
+    COUNTS = 4 if exchange else 3
+    chains, exchanging, bases, chunks, segments, rows = (
+        T.dynamic(n) for n in ("chains", "exchanging", "bases", "chunks", "segments", "rows")
     )
 
     @T.macro
@@ -43,11 +45,13 @@ def build_tables(spec: KernelSpec):
     def tables(
         start: T.Tensor((chains,), i32),
         end: T.Tensor((chains,), i32),
-        emits: T.Tensor((emitting,), i32),
+        emits: T.Tensor((exchanging,), i32),
+        receives: T.Tensor((exchanging,), i32),
         base: T.Tensor((COUNTS, bases), i32),
         chunk_table: T.Tensor((chunks, column.CHUNK_COLUMNS), i32),
         segment_table: T.Tensor((segments, column.COLUMNS), i32),
         links: T.Tensor((rows, column.LINK_COLUMNS), i32),
+        back_links: T.Tensor((rows, column.LINK_COLUMNS), i32),
         tokens: T.int32,
         most: T.int32,
     ):
@@ -63,15 +67,22 @@ def build_tables(spec: KernelSpec):
                 own_chunks = T.alloc_var(i32, init=0)
                 own_segments = T.alloc_var(i32, init=0)
                 own_rows = T.alloc_var(i32, init=0)
+                own_gradients = T.alloc_var(i32, init=0)
                 if chain < chains:
                     own_chunks = T.truncdiv(T.max(T.min(end[chain], tokens) - T.max(start[chain], 0), 0) + (C - 1), C)
                     own_segments = T.truncdiv(own_chunks + most - 1, most)
                     own_rows = T.max(own_segments - 1, 0)
-                    if exchange and own_segments > 0 and emits[chain] != 0:
-                        own_rows = own_segments
-                sums[0, 0, thread] = own_chunks
-                sums[0, 1, thread] = own_segments
-                sums[0, 2, thread] = own_rows
+                    if exchange and own_segments > 0:
+                        own_gradients = own_rows
+                        if emits[chain] != 0:
+                            own_rows = own_rows + 1
+                        if receives[chain] != 0:
+                            own_gradients = own_gradients + 1
+                sums[0, CHUNKS, thread] = own_chunks
+                sums[0, SEGMENTS, thread] = own_segments
+                sums[0, STATES, thread] = own_rows
+                if exchange:
+                    sums[0, GRADIENTS, thread] = own_gradients
                 T.sync_threads()
                 for level in T.unroll(LEVELS):
                     for which in T.unroll(COUNTS):
@@ -92,15 +103,17 @@ def build_tables(spec: KernelSpec):
                 if chunk < chunks:
                     token = T.alloc_var(i32, init=0)
                     length = T.alloc_var(i32, init=0)
-                    if chunk < carry[0]:
-                        chain = find(base, 0, chunk)
-                        token = T.max(start[chain], 0) + (chunk - base[0, chain]) * C
+                    if chunk < carry[CHUNKS]:
+                        chain = find(base, CHUNKS, chunk)
+                        token = T.max(start[chain], 0) + (chunk - base[CHUNKS, chain]) * C
                         length = T.min(T.min(end[chain], tokens) - token, C)
                     chunk_table[chunk, 0] = token
                     chunk_table[chunk, 1] = length
             for step in T.serial(T.ceildiv(rows, THREADS)):
                 if step * THREADS + thread < rows:
                     links[step * THREADS + thread, column.LENGTH] = 0
+                    if exchange:
+                        back_links[step * THREADS + thread, column.LENGTH] = 0
             T.sync_threads()
             for step in T.serial(T.ceildiv(segments, THREADS)):
                 segment = T.alloc_var(i32, init=step * THREADS + thread)
@@ -109,12 +122,19 @@ def build_tables(spec: KernelSpec):
                         segment_table[segment, i] = 0
                     segment_table[segment, column.ENTRY] = -1
                     segment_table[segment, column.EXIT] = -1
-                    if segment < carry[1]:
-                        chain = find(base, 1, segment)
-                        place = T.alloc_var(i32, init=segment - base[1, chain])
-                        parts = T.alloc_var(i32, init=base[1, chain + 1] - base[1, chain])
-                        length = T.alloc_var(i32, init=base[0, chain + 1] - base[0, chain])
-                        row = T.alloc_var(i32, init=base[2, chain] + place)
+                    segment_table[segment, column.GRAD_ENTRY] = -1
+                    segment_table[segment, column.GRAD_EXIT] = -1
+                    if segment < carry[SEGMENTS]:
+                        chain = find(base, SEGMENTS, segment)
+                        place = T.alloc_var(i32, init=segment - base[SEGMENTS, chain])
+                        parts = T.alloc_var(i32, init=base[SEGMENTS, chain + 1] - base[SEGMENTS, chain])
+                        length = T.alloc_var(i32, init=base[CHUNKS, chain + 1] - base[CHUNKS, chain])
+                        row = T.alloc_var(i32, init=base[STATES, chain] + place)
+                        back = T.alloc_var(i32, init=row)  # of the gradient behind the segment
+                        if exchange:
+                            back = base[GRADIENTS, chain] + place
+                            if receives[chain] != 0:
+                                back = back + 1
                         # Even shares: the first `length % parts` segments have one chunk more.
                         share = T.alloc_var(i32, init=T.truncdiv(length, parts))
                         first = T.alloc_var(i32, init=place * share + T.min(place, length - share * parts))
@@ -124,16 +144,30 @@ def build_tables(spec: KernelSpec):
                         segment_table[segment, column.END] = T.min(
                             T.min(end[chain], tokens), T.max(start[chain], 0) + (first + share) * C
                         )
-                        segment_table[segment, column.CHUNK] = base[0, chain] + first
+                        segment_table[segment, column.CHUNK] = base[CHUNKS, chain] + first
                         segment_table[segment, column.CHAIN] = chain
                         if place > 0:
                             segment_table[segment, column.ENTRY] = row - 1
-                        if row < base[2, chain + 1]:
+                        if row < base[STATES, chain + 1]:
                             segment_table[segment, column.EXIT] = row
                             if place == 0:
-                                links[row, column.LENGTH] = base[2, chain + 1] - row
+                                links[row, column.LENGTH] = base[STATES, chain + 1] - row
                                 links[row, column.LINK_CHAIN] = chain
-                        if place == parts - 1:
+                                links[row, column.LINK_CORRECTION] = row + 1
+                        if place < parts - 1:
+                            segment_table[segment, column.GRAD_ENTRY] = back
+                        else:
                             segment_table[segment, column.LAST] = 1
+                        if exchange:
+                            if back > base[GRADIENTS, chain]:
+                                segment_table[segment, column.GRAD_EXIT] = back - 1
+                            if place == 0 and base[GRADIENTS, chain + 1] > base[GRADIENTS, chain]:
+                                begin = T.alloc_var(i32, init=base[GRADIENTS, chain])
+                                back_links[begin, column.LENGTH] = base[GRADIENTS, chain + 1] - begin
+                                back_links[begin, column.LINK_CHAIN] = chain
+                                # Without a row in front, the first one lies behind the first segment.
+                                back_links[begin, column.LINK_CORRECTION] = row + 1 - (back - begin)
+                        elif place > 0:
+                            segment_table[segment, column.GRAD_EXIT] = back - 1
 
     return tables

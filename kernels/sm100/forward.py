@@ -29,9 +29,9 @@ from flashqla_cp.kernels.blocks.outlets import (
     outlet_layouts,
     send_rows,
 )
-from flashqla_cp.kernels.blocks.scores import SCORERS, alloc_scored, finish_scores, start_scores
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
+from flashqla_cp.kernels.blocks.tcgen05_scores import SCORERS, alloc_scored, finish_scores, start_scores
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec

@@ -31,12 +31,13 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_rows
+from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
 from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
 from flashqla_cp.kernels.blocks.tensor_memory import give, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
-from flashqla_cp.kernels.tuning import tcgen05_backward_config
+from flashqla_cp.kernels.tuning import gradients_config
 
 GROUP, WARP, HELPERS = 128, 32, C
 SCORERS, READERS = GROUP, GROUP
@@ -57,9 +58,8 @@ def build_gradients(spec: KernelSpec):
     """
     K = V = spec.dim("head_dim")
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
-    config = tcgen05_backward_config(spec)
+    config = gradients_config(spec)
     l2norm, sigmoid, double = spec.has("l2norm"), spec.has("sigmoid"), spec.has("double")
-    floor = 2.0**-40 if dtype == "bfloat16" else 2.0**-13  # as solve writes beta
     tokens, chunks, H, HV, heads, key_chunks = (
         T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "heads", "key_chunks")
     )
@@ -473,7 +473,7 @@ def build_gradients(spec: KernelSpec):
                                         if double:
                                             strength = strength * 2.0
                                             slope = slope * 2.0
-                                    strength = T.max(strength, floor)
+                                    strength = T.max(strength, LEAST_STRENGTH[dtype])
                                     dbeta[start + t, head] = diagonal[t] / strength / strength * slope
                                 T.mbarrier_arrive(told)
                                 T.sync_threads(barrier_id=HELPERS_BARRIER, arrive_count=HELPERS)  # inner, ddecay read

@@ -34,7 +34,7 @@ from flashqla_cp.kernels.blocks.outlets import (
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
-from flashqla_cp.kernels.tuning import tcgen05_backward_config
+from flashqla_cp.kernels.tuning import replay_config
 
 HELPERS, WARP = C, 32
 # Products that the workers wait for, and what they give to the warp that issues: once a chunk each.
@@ -49,7 +49,7 @@ def build_replay(spec: KernelSpec):
     """
     K = V = spec.dim("head_dim")
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
-    config = tcgen05_backward_config(spec)
+    config = replay_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     has_initial, l2norm = spec.has("initial_state"), spec.has("l2norm")
     tokens, chunks, H, HV, heads, segments, rows, entries = (

@@ -36,11 +36,12 @@ from flashqla_cp.kernels.blocks.outlets import (
     send_block,
     send_rows,
 )
-from flashqla_cp.kernels.blocks.scores import SCORERS, alloc_scored, finish_scores, start_scores
+from flashqla_cp.kernels.blocks.scores import BARRIER, scale_rows
+from flashqla_cp.kernels.blocks.tcgen05_scores import SCORERS, alloc_scored, finish_scores, start_scores
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
-from flashqla_cp.kernels.tuning import tcgen05_backward_config
+from flashqla_cp.kernels.tuning import sweep_config
 
 WARP = 32
 # Products that the workers wait for, and what they give to the warp that issues: once a chunk each.
@@ -52,7 +53,7 @@ def _recurrence(spec: KernelSpec, outputs: bool):
     """Macro that runs `count` leading chunks of a segment, the last first; with `outputs` it stores dV and dS'."""
     K = V = spec.dim("head_dim")
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
-    config = tcgen05_backward_config(spec)
+    config = sweep_config(spec, stores=outputs)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     l2norm = spec.has("l2norm")
 
@@ -152,7 +153,6 @@ def _recurrence(spec: KernelSpec, outputs: bool):
             scores = T.alloc_fragment((C, C), f32)
             scores16 = T.alloc_fragment((C, C), dtype)
             row = T.alloc_var("int32", init=thread - WORKERS)
-            part = T.alloc_local((8,), dtype)
             for i in T.serial(count):
                 slot = T.alloc_var("int32", init=T.truncmod(i, STAGES))
                 length = T.alloc_var("int32", init=end - begin + i * C)
@@ -162,20 +162,12 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                     clear_tail(x.q, slot, length, row, SCORERS, K, dtype)
                     clear_tail(do_tile, slot, length, row, SCORERS, V, dtype)
                     T.fence_proxy_async()
-                    T.sync_threads(barrier_id=1, arrive_count=SCORERS)  # norms are of rows that others cleared
+                    T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)  # norms are of rows that others cleared
                 start_scores(x, slot, row, scale, l2norm)
                 finish_scores(x, slot, i % 2, scores, scores16, scale, l2norm)
-                # The scores are made: Q takes in what the state's gradient wants of it. Two threads a row.
-                factor = T.alloc_var(f32, init=T.exp2(x.gate[slot, row // 2]) * scale)
-                if l2norm:
-                    factor = factor * x.q_scale[row // 2]
-                for j in T.serial(K // 16):
-                    for e in T.vectorized(8):
-                        part[e] = x.q[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
-                    for e in T.unroll(8):
-                        part[e] = T.cast(T.cast(part[e], f32) * factor, dtype)
-                    for e in T.vectorized(8):
-                        x.q[slot, row // 2, row % 2 * (K // 2) + j * 8 + e] = part[e]
+                # The scores are made: Q takes in what the state's gradient wants of it.
+                T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
+                scale_rows(x.q, x.read, slot, row, K, dtype)
                 T.fence_proxy_async()
                 T.mbarrier_arrive(ready[slot])
         else:

@@ -27,12 +27,19 @@ def emulated(spec):
 
 
 @contextmanager
-def emulation(arch, schedule="eager", seed=1, races=True):
-    """Run the op's kernels in the emulator; every launch must be clean. Yields the launched (stage, report)."""
+def emulation(arch, schedule="eager", seed=1, races=True, plain=None):
+    """Run the op's kernels in the emulator; every launch must be clean. Yields the launched (spec, report).
+
+    plain: functions by the name of the stage that they run in place of its kernel.
+    """
     launched = []
 
     def loader(spec):
         def call(*arguments):
+            if plain and spec.stage in plain:
+                plain[spec.stage](spec, *arguments)
+                launched.append((spec, None))
+                return
             report = emulated(spec)(*arguments, schedule=schedule, seed=seed, races=races)
             report.assert_clean()
             launched.append((spec, report))

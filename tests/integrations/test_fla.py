@@ -177,10 +177,8 @@ def test_gpu_without_kernels_is_left_to_fla(registered: None, monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     assert "no TileLang kernels for sm_80" in plugin._why_not_device(device)
     capability = (9, 0)
-    assert "no backward kernels" in plugin._why_not_device(device)
-    with torch.no_grad():
-        assert plugin._why_not_device(device) is None
-        assert plugin._why_not_device(device, "there is no kernel for it here") == "there is no kernel for it here"
+    assert plugin._why_not_device(device) is None
+    assert plugin._why_not_device(device, "there is no kernel for it here") == "there is no kernel for it here"
     plugin.register_fla_backend(backend="torch")
     assert plugin._why_not_device(device) is None
 

@@ -14,7 +14,9 @@ from sources import imported_modules, product_files
 FLOORS = {
     "face": [
         {"gate", "checks", "program", "active"},
+        {"chains"},
         {"library", "autograd", "fused"},
+        {"fused_grad"},
         {"op", "conv"},
         {"layer"},
         {"integrations"},

@@ -117,12 +117,11 @@ def test_backward_is_timed_where_there_is_one(capsys: pytest.CaptureFixture[str]
     assert "work       backward" in out and "RuntimeError" not in out
 
 
-def test_forward_is_timed_where_kernels_have_no_backward() -> None:
+def test_backward_is_timed_on_kernels_too() -> None:
     args = build_parser("bench").parse_args(["bench", "--direction", "backward"])
     with launcher.machine(lambda spec: None, arch_by_name("sm_90a"), 4):
-        request, notes = bench._read_options(args)
-    assert request.direction == request.options["direction"] == "forward"
-    assert "there are no backward kernels for sm_90a yet: the forward is timed instead" in notes
+        request, _ = bench._read_options(args)
+    assert request.direction == request.options["direction"] == "backward"
     assert request.workload(512, "init").heads == 2
 
 

@@ -1,0 +1,127 @@
+"""What one process runs of a call on kernels: whole documents or a context's fragments; what it keeps for backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved
+from flashqla_cp.kernels.host.tables import Tables, to_device
+from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.program import Program
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Documents:
+    """Documents of one process: num_documents of `length` tokens each, or offsets int32 [N+1] where the tensors are."""
+
+    num_documents: int
+    length: int
+    offsets: torch.Tensor | None
+
+    def entries(self, values: torch.Tensor) -> Entries:
+        """States in front of all documents, or gradients of those behind them, [N, HV, V, K]."""
+        return Entries(values=values, row=torch.arange(len(values), dtype=torch.int32, device=values.device))
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Local:
+    """A context's fragments on one device, with indices as the kernels want them.
+
+    exit_rows: carried rows of the states that leave; front_rows: of the gradients that do. entry_row, exit_row: rows of
+    chains among the known states (of documents that begin here, or gradients of those that end here) followed by those
+    that arrive; known_entry and known_exit have the known ones only, arriving_exit the others.
+    """
+
+    program: Program
+    tables: Tables
+    exit_rows: torch.Tensor
+    front_rows: torch.Tensor
+    entry_row: torch.Tensor
+    known_entry: torch.Tensor
+    exit_row: torch.Tensor
+    known_exit: torch.Tensor
+    arriving_exit: torch.Tensor
+
+    @classmethod
+    @torch.inference_mode(False)
+    def of(cls, context: CPContext, x: Inputs, processors: int) -> Local:
+        key = ("fused", x.q.device, x.v.shape[1], x.arch.name)
+        if key not in context.memo:
+            context.memo[key] = cls._build(context, x, processors)
+        return context.memo[key]
+
+    @classmethod
+    def _build(cls, context: CPContext, x: Inputs, processors: int) -> Local:
+        device, pieces = x.q.device, context.plan.fragments
+        program, mine = Program.of_context(context, device), pieces.of_rank(context.rank)
+        start = pieces.offset[mine]
+        length = (pieces.end - pieces.start)[mine]
+        emits, receives = pieces.has_successor[mine].int(), pieces.has_predecessor[mine].int()
+        tables = Tables.of(
+            start.int().to(device),
+            (start + length).int().to(device),
+            context.local_tokens,
+            x.arch,
+            num_v_heads=x.v.shape[1],
+            processors=processors,
+            exchanged=None if program.exchange is None else (emits.to(device), receives.to(device)),
+            longest=int(length.max()) if len(length) else 0,
+        )
+        exits = tables.rows_of(length, emits).cumsum(0) - 1
+        behind = tables.rows_of(length, receives)
+        fronts = behind.cumsum(0) - behind
+        entry_row, begun = program.entry_row.int(), program.entries.shape[1]
+        exit_row, ended = program.exit_row.int(), program.exits.shape[1]
+        return cls(
+            program=program,
+            tables=tables,
+            exit_rows=to_device(exits[emits.bool()].tolist(), device).long(),
+            front_rows=to_device(fronts[receives.bool()].tolist(), device).long(),
+            entry_row=entry_row,
+            known_entry=torch.where(entry_row < begun, entry_row, -1),
+            exit_row=exit_row,
+            known_exit=torch.where(exit_row < ended, exit_row, -1),
+            arriving_exit=torch.where(exit_row < ended, -1, exit_row),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Kept:
+    """What the backward reads again beside the op's inputs. Parts are None where a call has none of it.
+
+    documents: of a process that holds all tokens. maps: boundary holds the states behind segments by now. exchanged:
+    what the exchange of states keeps for that of gradients.
+    """
+
+    documents: Documents | None = None
+    tables: Tables | None = None
+    solved: Solved | None = None
+    maps: Maps | None = None
+    entries: Entries | None = None
+    exchanged: tuple[torch.Tensor, ...] = ()
+
+    def without_tensors(self) -> tuple[Kept, list[torch.Tensor | None]]:
+        """This without what grows with the stream, and that: for autograd to keep."""
+        parts = ((Solved, self.solved), (Maps, self.maps))
+        tensors = [
+            None if part is None else getattr(part, field.name) for kind, part in parts for field in fields(kind)
+        ]
+        values, row = (None, None) if self.entries is None else (self.entries.values, self.entries.row)
+        bare = replace(self, solved=None, maps=None, entries=None, exchanged=())
+        return bare, [*tensors, row, values, *self.exchanged]
+
+    def with_tensors(self, tensors: Sequence[Any]) -> Kept:
+        """The inverse of without_tensors."""
+        decay, inverse, key_scale, bound, boundary, correction, corrects, row, values, *exchanged = tensors
+        solved = maps = entries = None
+        if decay is not None:
+            solved = Solved(decay=decay, inverse=inverse, key_scale=key_scale, bound=bound)
+        if boundary is not None:
+            maps = Maps(boundary=boundary, correction=correction, corrects=corrects)
+        if row is not None:
+            entries = Entries(values=values, row=row)
+        return replace(self, solved=solved, maps=maps, entries=entries, exchanged=tuple(exchanged))

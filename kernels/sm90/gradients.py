@@ -1,0 +1,524 @@
+"""Gradients of queries, keys, gates and write strengths, chunk by chunk: the schedule for sm_90 (wgmma).
+
+Everything that a chunk needs is there: the state in front (S), the gradient of the state behind (dS'), the values it
+wrote (U) and their right hand side's gradient (dV). With q, k normalised where l2norm says so, per value head:
+
+    Da = scale (dO U^T) exp(G_i - G_j)    j <= i       Db = -(dV U^T) exp(G_i - G_j)    j < i
+    dQ = Da K + diag(scale exp G) dO S^T
+    dK = Da^T Q + (Db + Db^T) K - diag(exp G) dV S^T + diag(exp(Gc - G)) U dS'^T
+    dbeta_i = (dV U^T)_ii / beta_i^2
+
+summed over the value heads of a key head in fp32. The gradient of G is what a row reads minus what a column gives: row
+sums minus column sums of Da * (Q K^T) + Db * (K K^T) below the diagonal, and q and k times their states' parts of dQ
+and dK; at the chunk's end also what was carried out of it. The log gate's is its sum from a token to the chunk's end.
+
+Roles of a block, which takes chunks of a key head in turn:
+
+    1 warpgroup      pairs of tokens (Da, Db, their sums, dbeta's products), and dQ
+    1 warpgroup      dK
+    2 warps          row factors, norms, tails, <S, dS'>, and the gradient of gates from all of these
+    2 warps          copies by TMA: of a value head, of a key head
+
+Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
+"""
+
+import tilelang.language as T
+
+from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
+from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
+from flashqla_cp.kernels.chunks import CHUNK as C
+from flashqla_cp.kernels.spec import KernelSpec
+from flashqla_cp.kernels.tuning import gradients_config
+
+GROUP, KEEPERS, WARP, HALF = 128, 64, 32, C // 2
+PAIRS_BARRIER, KEEPERS_BARRIER = 1, 2
+L2_EPS = 1e-6
+
+
+@T.macro
+def clear_rows_from(tile, slot, length, row, dim, dtype):
+    """Zero the rows from `length` on of tile[slot] [C, dim], one thread a row."""
+    if row >= length:
+        for j in T.serial(dim // 8):
+            for e in T.vectorized(8):
+                tile[slot, row, j * 8 + e] = T.cast(0.0, dtype)
+
+
+@T.macro
+def normalize(tile, norm, row, K, dtype):
+    """Rows of tile[0] [C, K] of length 1, one thread a row; norm [C] = 1 / their length."""
+    part = T.alloc_local((8,), dtype)
+    square = T.alloc_var("float32", init=0.0)
+    for j in T.serial(K // 8):
+        for e in T.vectorized(8):
+            part[e] = tile[0, row, j * 8 + e]
+        for e in T.unroll(8):
+            square = square + T.cast(part[e], "float32") * T.cast(part[e], "float32")
+    factor = T.alloc_var("float32", init=T.rsqrt(square + L2_EPS))
+    norm[row] = factor
+    for j in T.serial(K // 8):
+        for e in T.vectorized(8):
+            part[e] = tile[0, row, j * 8 + e]
+        for e in T.unroll(8):
+            part[e] = T.cast(T.cast(part[e], "float32") * factor, dtype)
+        for e in T.vectorized(8):
+            tile[0, row, j * 8 + e] = part[e]
+
+
+def build_gradients(spec: KernelSpec):
+    """dims: head_dim (K = V), ratio (HV / H). dtypes: qkv, beta. flags: l2norm, sigmoid, double."""
+    K = V = spec.dim("head_dim")
+    ratio, dtype, f32, i32 = spec.dim("ratio"), spec.dtype("qkv"), "float32", "int32"
+    l2norm, sigmoid, double = (spec.has(flag) for flag in ("l2norm", "sigmoid", "double"))
+    config = gradients_config(spec)
+    PANELS = V // 64
+    least = LEAST_STRENGTH[dtype]
+    tokens, chunks, H, HV, slab, listed = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "slab", "listed"))
+    qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
+    bt, bh = T.dynamic("beta_token"), T.dynamic("beta_head")
+
+    @T.macro
+    def multiply_rows(left, right, sums, p):
+        """Start sums [C, C] = left right^T of a value head's rows."""
+        T.wgmma_gemm(left[p * PANELS, :, :], right[p * PANELS, :, :], sums, transpose_B=True, clear_accum=True)
+        if PANELS == 2:
+            T.wgmma_gemm(left[p * PANELS + 1, :, :], right[p * PANELS + 1, :, :], sums, transpose_B=True)
+
+    @T.macro
+    def multiply_states(rows, state, sums, p, full, phase):
+        """Start sums [C, K] = a value head's rows times a state, as its parts arrive."""
+        T.mbarrier_wait_parity(full[0], phase)
+        T.wgmma_gemm(rows[p * PANELS, :, :], state[0, :, :], sums, clear_accum=True)
+        if PANELS == 2:
+            T.mbarrier_wait_parity(full[1], phase)
+            T.wgmma_gemm(rows[p * PANELS + 1, :, :], state[1, :, :], sums)
+
+    @T.macro
+    def fold_part(part, sums, factor, tile, dot):
+        """sums += diag(factor) part, and dot = the rows of that times those of the tile."""
+        for a, b in T.Parallel(C, K):
+            part[a, b] = part[a, b] * factor[a]
+        for a, b in T.Parallel(C, K):
+            sums[a, b] = sums[a, b] + part[a, b]
+        for a, b in T.Parallel(C, K):
+            part[a, b] = part[a, b] * tile[0, a, b]
+        T.reduce_sum(part, dot, dim=1)
+
+    @T.macro
+    def unnormalize(sums, part, dot, factor, tile, norm):
+        """Through the norm: gradients of rows from those of rows of length 1."""
+        for a, b in T.Parallel(C, K):
+            part[a, b] = sums[a, b] * tile[0, a, b]
+        T.reduce_sum(part, dot, dim=1)
+        T.copy(norm, factor)
+        for a, b in T.Parallel(C, K):
+            sums[a, b] = factor[a] * (sums[a, b] - tile[0, a, b] * dot[a])
+
+    @T.macro
+    def finish(
+        p, row, start, length, head, end_part, dot, leaving, total, pulls, diagonal, keep, beta, dg, dbeta, partial
+    ):
+        """Gradients of a chunk's gates and write strengths from the sums over its tokens; 64 threads."""
+        warp = T.alloc_var(i32, init=row // WARP)
+        T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
+        given = T.alloc_var(f32, init=leaving[p, row])
+        slope = T.alloc_var(f32, init=dot[p, row] + total[p, row] + pulls[p, row] - given)
+        for level in T.unroll(5):
+            given = given + T.shfl_xor(given, 16 >> level)
+        if row % WARP == 0:
+            partial[warp] = given
+        end = T.alloc_var(f32, init=keep[p] * (end_part[p, 0] + end_part[p, 1]))
+        for level in T.unroll(5):
+            above = T.alloc_var(f32, init=T.shfl_down(slope, 1 << level))
+            if row % WARP + (1 << level) < WARP:
+                slope = slope + above
+        if row == WARP:
+            partial[2] = slope
+        T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
+        slope = slope + partial[0] + partial[1] + end
+        if warp == 0:
+            slope = slope + partial[2]
+        if row < length:
+            strength = T.alloc_var(f32, init=T.cast(beta[start + row, head], f32))
+            chained = T.alloc_var(f32, init=1.0)
+            if sigmoid:
+                strength = 1.0 / (1.0 + T.exp(0.0 - strength))
+                chained = strength * (1.0 - strength)
+                if double:
+                    strength = strength * 2.0
+                    chained = chained * 2.0
+            strength = T.max(strength, least)
+            dg[start + row, head] = slope
+            dbeta[start + row, head] = diagonal[p, row] / strength / strength * chained
+
+    @T.prim_func
+    def gradients(
+        q: T.StridedTensor((tokens, H, K), (qt, qh, 1), dtype),
+        k: T.StridedTensor((tokens, H, K), (kt, kh, 1), dtype),
+        do: T.StridedTensor((tokens, HV, V), (ot, oh, 1), dtype),
+        dv: T.Tensor((tokens, HV, V), dtype),
+        values: T.Tensor((chunks, slab, C, V), dtype),
+        states: T.Tensor((chunks, slab, V, K), dtype),
+        dstates: T.Tensor((chunks, slab, V, K), dtype),
+        decay: T.Tensor((chunks, HV, C), f32),
+        key_scale: T.Tensor((listed, H, C), f32),
+        beta: T.StridedTensor((tokens, HV), (bt, bh), spec.dtype("beta")),
+        chunk_table: T.Tensor((chunks, CHUNK_COLUMNS), i32),
+        dq: T.Tensor((tokens, H, K), dtype),
+        dk: T.Tensor((tokens, H, K), dtype),
+        dg: T.Tensor((tokens, HV), f32),
+        dbeta: T.Tensor((tokens, HV), f32),
+        scale: T.float32,
+        offset: T.int32,
+        blocks: T.int32,
+    ):
+        with T.Kernel(blocks, threads=config.threads) as block:
+            o_tile = T.alloc_shared((2 * PANELS, C, 64), dtype)
+            r_tile = T.alloc_shared((2 * PANELS, C, 64), dtype)  # dV
+            u_tile = T.alloc_shared((2 * PANELS, C, 64), dtype)
+            s_tile = T.alloc_shared((PANELS, 64, K), dtype)
+            d_tile = T.alloc_shared((PANELS, 64, K), dtype)
+            q_tile = T.alloc_shared((1, C, K), dtype)
+            k_tile = T.alloc_shared((1, C, K), dtype)
+            a_tile = T.alloc_shared((C, C), dtype)
+            b_tile = T.alloc_shared((C, C), dtype)
+            lower_pull = T.alloc_shared((HALF, C), f32)  # rows from C / 2 on
+            upper_pull = T.alloc_shared((HALF, HALF), f32)  # the others, whose columns end at C / 2
+            gate = T.alloc_shared((2, C), f32)
+            read = T.alloc_shared((2, C), f32)  # scale exp(G)
+            grow = T.alloc_shared((2, C), f32)  # -exp(G)
+            fade = T.alloc_shared((2, C), f32)  # exp(Gc - G)
+            keep = T.alloc_shared((2,), f32)  # exp(Gc)
+            q_norm = T.alloc_shared((C,), f32)
+            k_norm = T.alloc_shared((C,), f32)
+            asked_dot = T.alloc_shared((2, C), f32)  # q_i . its state's part of dQ
+            recalled_dot = T.alloc_shared((2, C), f32)  # k_i . its state's part of dK
+            leaving_dot = T.alloc_shared((2, C), f32)  # k_i . its part of dK from behind
+            pulls = T.alloc_shared((2, C), f32)
+            diagonal = T.alloc_shared((2, C), f32)
+            carried = T.alloc_shared((2, 2), f32)
+            partial = T.alloc_shared((4,), f32)
+            rows_full = T.alloc_barrier([WARP] * 2)
+            rows_ready = T.alloc_barrier([KEEPERS] * 2)
+            rows_free = T.alloc_barrier([2 * GROUP] * 2)
+            keys_full = T.alloc_barrier([WARP])
+            keys_ready = T.alloc_barrier([KEEPERS])
+            keys_free = T.alloc_barrier([2 * GROUP])
+            s_full = T.alloc_barrier([WARP] * PANELS)
+            s_free = T.alloc_barrier([2 * GROUP + KEEPERS] * PANELS)
+            d_full = T.alloc_barrier([WARP] * PANELS)
+            d_free = T.alloc_barrier([GROUP + KEEPERS] * PANELS)
+            made = T.alloc_barrier([GROUP])
+            taken = T.alloc_barrier([GROUP])
+            summed = T.alloc_barrier([2 * GROUP] * 2)
+            thread = T.get_thread_binding()
+            key_heads = T.alloc_var(i32, init=T.truncdiv(slab, ratio))
+            turns = T.alloc_var(i32, init=T.truncdiv(chunks * key_heads - block + (blocks - 1), blocks))
+            done = T.alloc_var(i32, init=0)  # key heads' chunks
+            n = T.alloc_var(i32, init=0)  # value heads' chunks
+            if thread < GROUP:
+                T.set_max_nreg(config.roles[0].registers, 1)
+                query_sum = T.alloc_fragment((C, K), f32)
+                query_part = T.alloc_fragment((C, K), f32)
+                query_factor = T.alloc_fragment((C,), f32)
+                query_dot = T.alloc_fragment((C,), f32)
+                scores = T.alloc_fragment((C, C), f32)
+                slopes = T.alloc_fragment((C, C), f32)
+                slopes16 = T.alloc_fragment((C, C), dtype)
+                weight = T.alloc_fragment((C, C), f32)
+                pull = T.alloc_fragment((C, C), f32)
+                row_gate = T.alloc_fragment((C,), f32)
+                column_gate = T.alloc_fragment((C,), f32)
+                row_sum = T.alloc_fragment((C,), f32)
+                for turn in T.serial(turns):
+                    item = T.alloc_var(i32, init=turn * blocks + block)
+                    chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
+                    key_head = T.alloc_var(i32, init=T.truncdiv(offset, ratio) + T.truncmod(item, key_heads))
+                    start = T.alloc_var(i32, init=chunk_table[chunk, 0])
+                    length = T.alloc_var(i32, init=chunk_table[chunk, 1])
+                    if length > 0:
+                        T.clear(query_sum)
+                        for j in T.serial(ratio):
+                            p = T.alloc_var(i32, init=n % 2)
+                            T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
+                            T.mbarrier_wait_parity(keys_ready, done % 2)
+                            T.wgmma_gemm(
+                                q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
+                            )
+                            multiply_rows(o_tile, u_tile, slopes, p)
+                            T.copy(gate[p, :], row_gate)
+                            T.copy(gate[p, :], column_gate)
+                            for a, b in T.Parallel(C, C):
+                                weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
+                            T.wait_wgmma(0)
+                            for a, b in T.Parallel(C, C):
+                                slopes[a, b] = slopes[a, b] * weight[a, b] * scale
+                            for a, b in T.Parallel(C, C):
+                                pull[a, b] = T.if_then_else(a > b, slopes[a, b] * scores[a, b], 0.0)
+                            T.copy(slopes, slopes16)
+                            T.wgmma_gemm(
+                                k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
+                            )
+                            multiply_rows(r_tile, u_tile, slopes, p)
+                            T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
+                            T.copy(slopes16, a_tile)
+                            T.wait_wgmma(0)
+                            for a, b in T.Parallel(C, C):
+                                if a == b:
+                                    diagonal[p, a] = slopes[a, b]
+                            for a, b in T.Parallel(C, C):
+                                slopes[a, b] = T.if_then_else(a > b, 0.0 - slopes[a, b] * weight[a, b], 0.0)
+                            T.copy(slopes, slopes16)
+                            T.copy(slopes16, b_tile)
+                            T.fence_proxy_async()
+                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
+                            T.mbarrier_arrive(made)
+                            multiply_states(o_tile, s_tile, query_part, p, s_full, n % 2)
+                            T.wgmma_gemm(a_tile, k_tile[0, :, :], query_sum)
+                            for a, b in T.Parallel(C, C):
+                                pull[a, b] = pull[a, b] + slopes[a, b] * scores[a, b]
+                            T.reduce_sum(pull, row_sum, dim=1)
+                            for a, b in T.Parallel(C, C):
+                                if a >= HALF:
+                                    lower_pull[a - HALF, b] = pull[a, b]
+                            for a, b in T.Parallel(C, C):
+                                if a < HALF and b < HALF:
+                                    upper_pull[a, b] = pull[a, b]
+                            T.copy(row_sum, pulls[p, :])
+                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
+                            if thread < C:
+                                column_sum = T.alloc_var(f32, init=0.0)
+                                for a in T.unroll(HALF):
+                                    column_sum = column_sum + lower_pull[a, thread]
+                                if thread < HALF:
+                                    for a in T.unroll(HALF):
+                                        column_sum = column_sum + upper_pull[a, thread]
+                                pulls[p, thread] = pulls[p, thread] - column_sum
+                            T.wait_wgmma(0)
+                            for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(s_free[h])
+                            T.mbarrier_arrive(rows_free[p])
+                            T.copy(read[p, :], query_factor)
+                            fold_part(query_part, query_sum, query_factor, q_tile, query_dot)
+                            T.copy(query_dot, asked_dot[p, :])
+                            T.mbarrier_arrive(summed[p])
+                            n = n + 1
+                        if l2norm:
+                            unnormalize(query_sum, query_part, query_dot, query_factor, q_tile, q_norm)
+                        T.mbarrier_arrive(keys_free)
+                        for a, b in T.Parallel(C, K):
+                            if a < length:
+                                dq[start + a, key_head, b] = T.cast(query_sum[a, b], dtype)
+                        done = done + 1
+            elif thread < 2 * GROUP:
+                T.set_max_nreg(config.roles[0].registers, 1)
+                key_sum = T.alloc_fragment((C, K), f32)
+                key_part = T.alloc_fragment((C, K), f32)
+                key_factor = T.alloc_fragment((C,), f32)
+                key_dot = T.alloc_fragment((C,), f32)
+                for turn in T.serial(turns):
+                    item = T.alloc_var(i32, init=turn * blocks + block)
+                    chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
+                    key_head = T.alloc_var(i32, init=T.truncdiv(offset, ratio) + T.truncmod(item, key_heads))
+                    start = T.alloc_var(i32, init=chunk_table[chunk, 0])
+                    length = T.alloc_var(i32, init=chunk_table[chunk, 1])
+                    if length > 0:
+                        T.clear(key_sum)
+                        for j in T.serial(ratio):
+                            p = T.alloc_var(i32, init=n % 2)
+                            T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
+                            multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
+                            T.copy(grow[p, :], key_factor)
+                            T.wait_wgmma(0)
+                            for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(s_free[h])
+                            T.mbarrier_wait_parity(keys_ready, done % 2)
+                            fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
+                            T.copy(key_dot, recalled_dot[p, :])
+                            multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
+                            T.copy(fade[p, :], key_factor)
+                            T.wait_wgmma(0)
+                            for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(d_free[h])
+                            T.mbarrier_arrive(rows_free[p])
+                            fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
+                            T.copy(key_dot, leaving_dot[p, :])
+                            T.mbarrier_arrive(summed[p])
+                            T.mbarrier_wait_parity(made, n % 2)
+                            T.wgmma_gemm(a_tile, q_tile[0, :, :], key_sum, transpose_A=True)
+                            T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum)
+                            T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum, transpose_A=True)
+                            T.wait_wgmma(0)
+                            T.mbarrier_arrive(taken)
+                            n = n + 1
+                        if l2norm:
+                            unnormalize(key_sum, key_part, key_dot, key_factor, k_tile, k_norm)
+                        T.mbarrier_arrive(keys_free)
+                        for a, b in T.Parallel(C, K):
+                            if a < length:
+                                dk[start + a, key_head, b] = T.cast(key_sum[a, b], dtype)
+                        done = done + 1
+            else:
+                T.set_max_nreg(config.roles[1].registers, 0)
+                if thread < 2 * GROUP + WARP:
+                    for turn in T.serial(turns):
+                        item = T.alloc_var(i32, init=turn * blocks + block)
+                        chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
+                        place = T.alloc_var(i32, init=T.truncmod(item, key_heads) * ratio)
+                        start = T.alloc_var(i32, init=chunk_table[chunk, 0])
+                        if chunk_table[chunk, 1] > 0:
+                            for j in T.serial(ratio):
+                                p = T.alloc_var(i32, init=n % 2)
+                                head = T.alloc_var(i32, init=offset + place + j)
+                                T.mbarrier_wait_parity(rows_free[p], ((n // 2) % 2) ^ 1)
+                                T.tma_copy(decay[chunk, head, 0:C], gate[p, :], barrier=rows_full[p])
+                                for h in T.unroll(PANELS):
+                                    T.tma_copy(
+                                        do[start : start + C, head, h * 64 : h * 64 + 64],
+                                        o_tile[p * PANELS + h, :, :],
+                                        barrier=rows_full[p],
+                                    )
+                                    T.tma_copy(
+                                        dv[start : start + C, head, h * 64 : h * 64 + 64],
+                                        r_tile[p * PANELS + h, :, :],
+                                        barrier=rows_full[p],
+                                    )
+                                    T.tma_copy(
+                                        values[chunk, place + j, 0:C, h * 64 : h * 64 + 64],
+                                        u_tile[p * PANELS + h, :, :],
+                                        barrier=rows_full[p],
+                                    )
+                                T.mbarrier_arrive(rows_full[p])
+                                for h in T.unroll(PANELS):
+                                    T.mbarrier_wait_parity(s_free[h], (n % 2) ^ 1)
+                                    T.tma_copy(
+                                        states[chunk, place + j, h * 64 : h * 64 + 64, 0:K],
+                                        s_tile[h, :, :],
+                                        barrier=s_full[h],
+                                    )
+                                    T.mbarrier_arrive(s_full[h])
+                                for h in T.unroll(PANELS):
+                                    T.mbarrier_wait_parity(d_free[h], (n % 2) ^ 1)
+                                    T.tma_copy(
+                                        dstates[chunk, place + j, h * 64 : h * 64 + 64, 0:K],
+                                        d_tile[h, :, :],
+                                        barrier=d_full[h],
+                                    )
+                                    T.mbarrier_arrive(d_full[h])
+                                n = n + 1
+                elif thread < 2 * GROUP + 2 * WARP:
+                    for turn in T.serial(turns):
+                        item = T.alloc_var(i32, init=turn * blocks + block)
+                        chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
+                        key_head = T.alloc_var(i32, init=T.truncdiv(offset, ratio) + T.truncmod(item, key_heads))
+                        start = T.alloc_var(i32, init=chunk_table[chunk, 0])
+                        if chunk_table[chunk, 1] > 0:
+                            T.mbarrier_wait_parity(keys_free, (done % 2) ^ 1)
+                            T.tma_copy(q[start : start + C, key_head, 0:K], q_tile[0, :, :], barrier=keys_full)
+                            T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[0, :, :], barrier=keys_full)
+                            T.mbarrier_arrive(keys_full)
+                            done = done + 1
+                else:
+                    row = T.alloc_var(i32, init=thread - 2 * GROUP - 2 * WARP)
+                    left = T.alloc_local((8,), dtype)
+                    right = T.alloc_local((8,), dtype)
+                    last_start = T.alloc_var(i32, init=0)
+                    last_length = T.alloc_var(i32, init=0)
+                    last_head = T.alloc_var(i32, init=0)
+                    for turn in T.serial(turns):
+                        item = T.alloc_var(i32, init=turn * blocks + block)
+                        chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
+                        place = T.alloc_var(i32, init=T.truncmod(item, key_heads) * ratio)
+                        start = T.alloc_var(i32, init=chunk_table[chunk, 0])
+                        length = T.alloc_var(i32, init=chunk_table[chunk, 1])
+                        if length > 0:
+                            for j in T.serial(ratio):
+                                p = T.alloc_var(i32, init=n % 2)
+                                T.mbarrier_wait_parity(rows_full[p], (n // 2) % 2)
+                                if length < C:
+                                    for h in T.unroll(PANELS):
+                                        clear_rows_from(o_tile, p * PANELS + h, length, row, 64, dtype)
+                                        clear_rows_from(r_tile, p * PANELS + h, length, row, 64, dtype)
+                                    T.fence_proxy_async()
+                                grown = T.alloc_var(f32, init=T.exp2(gate[p, row]))
+                                read[p, row] = grown * scale
+                                grow[p, row] = 0.0 - grown
+                                fade[p, row] = T.exp2(gate[p, C - 1] - gate[p, row])
+                                if row == C - 1:
+                                    keep[p] = grown
+                                T.mbarrier_arrive(rows_ready[p])
+                                if j == 0:
+                                    T.mbarrier_wait_parity(keys_full, done % 2)
+                                    if length < C:
+                                        clear_rows_from(q_tile, 0, length, row, K, dtype)
+                                        clear_rows_from(k_tile, 0, length, row, K, dtype)
+                                    if l2norm:
+                                        normalize(q_tile, q_norm, row, K, dtype)
+                                        normalize(k_tile, k_norm, row, K, dtype)
+                                    if l2norm or length < C:
+                                        T.fence_proxy_async()
+                                    T.mbarrier_arrive(keys_ready)
+                                    done = done + 1
+                                if n > 0:
+                                    T.mbarrier_wait_parity(summed[1 - p], ((n - 1) // 2) % 2)
+                                    finish(
+                                        1 - p,
+                                        row,
+                                        last_start,
+                                        last_length,
+                                        last_head,
+                                        carried,
+                                        asked_dot,
+                                        leaving_dot,
+                                        recalled_dot,
+                                        pulls,
+                                        diagonal,
+                                        keep,
+                                        beta,
+                                        dg,
+                                        dbeta,
+                                        partial,
+                                    )
+                                product = T.alloc_var(f32, init=0.0)
+                                for h in T.unroll(PANELS):
+                                    T.mbarrier_wait_parity(s_full[h], n % 2)
+                                    T.mbarrier_wait_parity(d_full[h], n % 2)
+                                    for step in T.serial(K // 8):
+                                        for e in T.vectorized(8):
+                                            left[e] = s_tile[h, row, step * 8 + e]
+                                        for e in T.vectorized(8):
+                                            right[e] = d_tile[h, row, step * 8 + e]
+                                        for e in T.unroll(8):
+                                            product = product + T.cast(left[e], f32) * T.cast(right[e], f32)
+                                    T.mbarrier_arrive(s_free[h])
+                                    T.mbarrier_arrive(d_free[h])
+                                for level in T.unroll(5):
+                                    product = product + T.shfl_xor(product, 16 >> level)
+                                if row % WARP == 0:
+                                    carried[p, row // WARP] = product
+                                last_start = start
+                                last_length = length
+                                last_head = offset + place + j
+                                n = n + 1
+                    if n > 0:
+                        T.mbarrier_wait_parity(summed[(n - 1) % 2], ((n - 1) // 2) % 2)
+                        finish(
+                            (n - 1) % 2,
+                            row,
+                            last_start,
+                            last_length,
+                            last_head,
+                            carried,
+                            asked_dot,
+                            leaving_dot,
+                            recalled_dot,
+                            pulls,
+                            diagonal,
+                            keep,
+                            beta,
+                            dg,
+                            dbeta,
+                            partial,
+                        )
+
+    return gradients

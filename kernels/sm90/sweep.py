@@ -1,0 +1,424 @@
+"""The recurrence of the state's gradient, from a segment's last chunk to its first: the schedule for sm_90 (wgmma).
+
+Gradients are held like the forward's states, transposed, dS^T [V, K]; behind a chunk it is dS'^T:
+
+    X = dS'^T K^T          dU^T = dO^T P + X diag(exp(Gc - G))          dV^T = dU^T T     (T holds diag(beta))
+    dS^T = exp(Gc) dS'^T + dO^T (diag(scale exp G) Q) - (dV^T diag(exp G)) K
+
+Two kernels: the gradient maps of segments (dS in front when dS behind is zero, or what is known), and the sweep, which
+starts from the right gradient, gives dV and stores dS' of every chunk. Roles of a block, which runs one segment of one
+value head:
+
+    V / 64 warpgroups     the recurrence                 wait ready, arrive free
+    1 warpgroup           P = scale (Q K^T) exp(G_i - G_j), then the scaled Q in the place of Q, one chunk ahead:
+                                                         wait full, arrive ready
+    1 warp                copies by TMA                  wait free, arrive full
+
+Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
+"""
+
+import tilelang.language as T
+from tilelang.layout import make_full_bank_swizzled_layout
+
+from flashqla_cp.kernels.blocks import segments as column
+from flashqla_cp.kernels.blocks.chunk_io import clear_tail
+from flashqla_cp.kernels.chunks import CHUNK as C
+from flashqla_cp.kernels.blocks.scores import BARRIER, query_norms, scale_rows, score
+from flashqla_cp.kernels.blocks.stores import accumulator_panels, store_panels, store_tokens, transposed_accumulator
+from flashqla_cp.kernels.spec import KernelSpec
+from flashqla_cp.kernels.tuning import sweep_config
+
+FULL_ROW = T.GemmWarpPolicy.FullRow
+SCORERS, WARP = 128, 32
+
+
+def build_summary_grad(spec: KernelSpec):
+    """dims: head_dim (K = V), ratio (HV / H). dtypes: qkv. flags: l2norm, final_grad."""
+    return _build(spec, stores=False)
+
+
+def build_sweep(spec: KernelSpec):
+    """dims: head_dim (K = V), ratio (HV / H). dtypes: qkv. flags: l2norm, final_grad, initial_grad."""
+    return _build(spec, stores=True)
+
+
+def _build(spec: KernelSpec, *, stores: bool):
+    K = V = spec.dim("head_dim")
+    ratio, dtype, f32, i32 = spec.dim("ratio"), spec.dtype("qkv"), "float32", "int32"
+    config = sweep_config(spec, stores=stores)
+    STAGES, WORKERS = config.stages, config.roles[0].threads
+    l2norm, final_grad, initial_grad = (spec.has(flag) for flag in ("l2norm", "final_grad", "initial_grad"))
+    tokens, chunks, H, HV, segments, rows, chains, entries, slab = (
+        T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains", "entries", "slab")
+    )
+    key_chunks = chunks if l2norm else T.dynamic("key_chunks")
+    listed = chains if final_grad else T.dynamic("listed")
+    starts = chains if initial_grad else T.dynamic("starts")
+    qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
+
+    @T.macro
+    def recur(state, count, at, o_tile, q_tile, k_tile, t_tile, p_tile, grow, fade, keep, ready, free, thread, leaving):
+        """Run `count` chunks back from number at[0], of the stream, whose tokens at[1].. end at at[2]."""
+        state16 = T.alloc_fragment((V, K), dtype)
+        recalled = T.alloc_fragment((V, C), f32)
+        direct = T.alloc_fragment((V, C), f32)
+        direct16 = T.alloc_fragment((V, C), dtype)
+        right = T.alloc_fragment((V, C), f32)
+        right16 = T.alloc_fragment((V, C), dtype)
+        factor = T.alloc_fragment((C,), f32)
+        slot = T.alloc_var(i32, init=0)
+        phase = T.alloc_var(i32, init=0)
+        if stores:
+            s_tile, v_tile, dstates, dv, head, place = leaving
+            panels16 = T.alloc_fragment((V // 64, K // 64, 64, 64), dtype)
+            leaving16 = T.alloc_fragment((V // 64, C, 64), dtype)
+            group = T.alloc_var(i32, init=thread // 128)
+            T.annotate_layout({leaving16: transposed_accumulator(V), panels16: accumulator_panels(V, K)})
+        for i in T.serial(count):
+            T.mbarrier_wait_parity(ready[slot], phase)
+            T.copy(state, state16)
+            T.copy(fade[slot, :], factor)
+            T.wgmma_gemm(state16, k_tile[slot, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+            T.wgmma_gemm(
+                o_tile[slot, :, :], p_tile[slot, :, :], direct, transpose_A=True, clear_accum=True, policy=FULL_ROW
+            )
+            if stores:
+                for a, b in T.Parallel(V, K):
+                    panels16[a // 64, b // 64, a % 64, b % 64] = T.cast(state[a, b], dtype)
+                store_panels(panels16, s_tile, dstates, at[0] - i, place, group, K, 1)
+            T.wait_wgmma(0)
+            for a, b in T.Parallel(V, C):
+                direct16[a, b] = direct[a, b] + recalled[a, b] * factor[b]
+            T.wgmma_gemm(direct16, t_tile[slot, :, :], right, clear_accum=True, policy=FULL_ROW)
+            for a, b in T.Parallel(V, K):
+                state[a, b] = state[a, b] * keep[slot]
+            T.wgmma_gemm(o_tile[slot, :, :], q_tile[slot, :, :], state, transpose_A=True, policy=FULL_ROW)
+            T.copy(grow[slot, :], factor)
+            T.wait_wgmma(1)
+            for a, b in T.Parallel(V, C):
+                right16[a, b] = right[a, b] * factor[b]
+            T.wgmma_gemm(right16, k_tile[slot, :, :], state, policy=FULL_ROW)
+            if stores:
+                for a, b in T.Parallel(V, C):
+                    leaving16[a // 64, b, a % 64] = T.cast(right[a, b], dtype)
+                store_tokens(leaving16, v_tile, dv, at[1] - i * C, at[2], head, group, thread, K // 64)
+            T.wait_wgmma(0)
+            T.mbarrier_arrive(free[slot])
+            slot = slot + 1
+            if slot == STAGES:
+                slot = 0
+                phase = phase ^ 1
+        if stores:
+            T.tma_store_wait(0)
+
+    @T.macro
+    def score_ahead(
+        count, start, end, row, o_tile, q_tile, k_tile, p_tile, gate, k_scale, grow, fade, keep, full, ready, scale
+    ):
+        """What the recurrence needs of chunks that begin at `start`, `start` - C, .."""
+        q_scale = T.alloc_shared((C,), f32)
+        read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
+        log_scale = T.alloc_var(f32, init=T.log2(scale))
+        slot = T.alloc_var(i32, init=0)
+        phase = T.alloc_var(i32, init=0)
+        for i in T.serial(count):
+            length = T.alloc_var(i32, init=end - start + i * C)
+            T.mbarrier_wait_parity(full[slot], phase)
+            if length < C:
+                clear_tail(k_tile, slot, length, row, SCORERS, K, dtype)
+                clear_tail(q_tile, slot, length, row, SCORERS, K, dtype)
+                clear_tail(o_tile, slot, length, row, SCORERS, V, dtype)
+                T.fence_proxy_async()
+                T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
+            if l2norm:
+                query_norms(q_tile, q_scale, slot, row, K, dtype)
+            if row < C:
+                key = T.alloc_var(f32, init=1.0)
+                query = T.alloc_var(f32, init=scale)
+                if l2norm:
+                    key = k_scale[slot, row]
+                    query = scale * q_scale[row]
+                grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
+                grow[slot, row] = 0.0 - grown * key
+                read[slot, row] = grown * query
+                fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
+                if row == C - 1:
+                    keep[slot] = grown
+            score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, log_scale, dtype, l2norm)
+            T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
+            scale_rows(q_tile, read, slot, row, K, dtype)
+            T.fence_proxy_async()
+            T.mbarrier_arrive(ready[slot])
+            slot = slot + 1
+            if slot == STAGES:
+                slot = 0
+                phase = phase ^ 1
+
+    @T.macro
+    def copy_in(
+        count, chunk, start, head, key_head, sources, o_tile, q_tile, k_tile, t_tile, gate, k_scale, full, free
+    ):
+        """Bring chunks that begin at `start`, `start` - C, .., the first of them number `chunk` of the stream."""
+        q, k, do, inverse, decay, key_scale = sources
+        slot = T.alloc_var(i32, init=0)
+        phase = T.alloc_var(i32, init=1)
+        for i in T.serial(count):
+            token = T.alloc_var(i32, init=start - i * C)
+            T.mbarrier_wait_parity(free[slot], phase)
+            T.tma_copy(decay[chunk - i, head, 0:C], gate[slot, :], barrier=full[slot])
+            if l2norm:
+                T.tma_copy(key_scale[chunk - i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
+            T.tma_copy(k[token : token + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
+            T.tma_copy(q[token : token + C, key_head, 0:K], q_tile[slot, :, :], barrier=full[slot])
+            T.tma_copy(do[token : token + C, head, 0:V], o_tile[slot, :, :], barrier=full[slot])
+            T.tma_copy(inverse[chunk - i, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
+            T.mbarrier_arrive(full[slot])
+            slot = slot + 1
+            if slot == STAGES:
+                slot = 0
+                phase = phase ^ 1
+
+    def tokens_of(heads, dim, token_stride, head_stride):
+        return T.StridedTensor((tokens, heads, dim), (token_stride, head_stride, 1), dtype)
+
+    def states_of(number):
+        return T.Tensor((number, HV, V, K), f32)
+
+    if stores:
+
+        @T.prim_func
+        def kernel(
+            q: tokens_of(H, K, qt, qh),
+            k: tokens_of(H, K, kt, kh),
+            do: tokens_of(HV, V, ot, oh),
+            inverse: T.Tensor((chunks, HV, C, C), dtype),
+            decay: T.Tensor((chunks, HV, C), f32),
+            key_scale: T.Tensor((key_chunks, H, C), f32),
+            table: T.Tensor((segments, column.COLUMNS), i32),
+            dcarried: states_of(rows),
+            dexit: states_of(entries),
+            exit_row: T.Tensor((listed,), i32),
+            dstates: T.Tensor((chunks, slab, V, K), dtype),
+            dv: T.Tensor((tokens, HV, V), dtype),
+            dentry: states_of(starts),
+            scale: T.float32,
+            offset: T.int32,
+        ):
+            with T.Kernel(segments * slab, threads=config.threads) as block:
+                q_tile = T.alloc_shared((STAGES, C, K), dtype)
+                k_tile = T.alloc_shared((STAGES, C, K), dtype)
+                o_tile = T.alloc_shared((STAGES, C, V), dtype)
+                t_tile = T.alloc_shared((STAGES, C, C), dtype)
+                p_tile = T.alloc_shared((STAGES, C, C), dtype)
+                s_tile = T.alloc_shared((V // 64, K // 64, 64, 64), dtype)
+                v_tile = T.alloc_shared((V // 64, C, 64), dtype)
+                grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
+                fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
+                keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
+                gate = T.alloc_shared((STAGES, C), f32)
+                k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
+                full = T.alloc_barrier([WARP] * STAGES)
+                ready = T.alloc_barrier([SCORERS] * STAGES)
+                free = T.alloc_barrier([WORKERS] * STAGES)
+                T.annotate_layout(
+                    {s_tile: make_full_bank_swizzled_layout(s_tile), v_tile: make_full_bank_swizzled_layout(v_tile)}
+                )
+                thread = T.get_thread_binding()
+                place = T.alloc_var(i32, init=T.truncmod(block, slab))
+                head = T.alloc_var(i32, init=offset + place)
+                segment = T.alloc_var(i32, init=T.truncdiv(block, slab))
+                begin = T.alloc_var(i32, init=table[segment, column.START])
+                end = T.alloc_var(i32, init=table[segment, column.END])
+                count = T.alloc_var(i32, init=T.truncdiv(end - begin + (C - 1), C))
+                chunk = T.alloc_var(i32, init=table[segment, column.CHUNK] + count - 1)
+                start = T.alloc_var(i32, init=begin + (count - 1) * C)
+                if thread < WORKERS:
+                    T.set_max_nreg(config.roles[0].registers, 1)
+                    state = T.alloc_fragment((V, K), f32)
+                    chain = T.alloc_var(i32, init=table[segment, column.CHAIN])
+                    entry = T.alloc_var(i32, init=table[segment, column.GRAD_ENTRY])
+                    known = T.alloc_var(i32, init=-1)
+                    if final_grad and count > 0:
+                        known = exit_row[chain]
+                    if entry >= 0:
+                        T.copy(dcarried[entry, head, 0:V, 0:K], state)
+                    elif known >= 0:
+                        T.copy(dexit[known, head, 0:V, 0:K], state)
+                    else:
+                        T.clear(state)
+                    recur(
+                        state,
+                        count,
+                        (chunk, start, end),
+                        o_tile,
+                        q_tile,
+                        k_tile,
+                        t_tile,
+                        p_tile,
+                        grow,
+                        fade,
+                        keep,
+                        ready,
+                        free,
+                        thread,
+                        (s_tile, v_tile, dstates, dv, head, place),
+                    )
+                    if initial_grad and count > 0 and table[segment, column.ENTRY] < 0:
+                        T.copy(state, dentry[chain, head, 0:V, 0:K])
+                elif thread < WORKERS + SCORERS:
+                    T.set_max_nreg(config.roles[1].registers, 0)
+                    score_ahead(
+                        count,
+                        start,
+                        end,
+                        thread - WORKERS,
+                        o_tile,
+                        q_tile,
+                        k_tile,
+                        p_tile,
+                        gate,
+                        k_scale,
+                        grow,
+                        fade,
+                        keep,
+                        full,
+                        ready,
+                        scale,
+                    )
+                else:
+                    T.set_max_nreg(config.roles[2].registers, 0)
+                    if thread < WORKERS + SCORERS + WARP:
+                        copy_in(
+                            count,
+                            chunk,
+                            start,
+                            head,
+                            T.truncdiv(head, ratio),
+                            (q, k, do, inverse, decay, key_scale),
+                            o_tile,
+                            q_tile,
+                            k_tile,
+                            t_tile,
+                            gate,
+                            k_scale,
+                            full,
+                            free,
+                        )
+
+        return kernel.with_attr("global_symbol", "sweep")
+
+    @T.prim_func
+    def kernel(
+        q: tokens_of(H, K, qt, qh),
+        k: tokens_of(H, K, kt, kh),
+        do: tokens_of(HV, V, ot, oh),
+        inverse: T.Tensor((chunks, HV, C, C), dtype),
+        decay: T.Tensor((chunks, HV, C), f32),
+        key_scale: T.Tensor((key_chunks, H, C), f32),
+        bound: T.Tensor((HV, chunks), f32),
+        table: T.Tensor((segments, column.COLUMNS), i32),
+        dexit: states_of(entries),
+        exit_row: T.Tensor((listed,), i32),
+        dboundary: states_of(rows),
+        scale: T.float32,
+        threshold: T.float32,
+    ):
+        with T.Kernel(segments * HV, threads=config.threads) as block:
+            q_tile = T.alloc_shared((STAGES, C, K), dtype)
+            k_tile = T.alloc_shared((STAGES, C, K), dtype)
+            o_tile = T.alloc_shared((STAGES, C, V), dtype)
+            t_tile = T.alloc_shared((STAGES, C, C), dtype)
+            p_tile = T.alloc_shared((STAGES, C, C), dtype)
+            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
+            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
+            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
+            gate = T.alloc_shared((STAGES, C), f32)
+            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
+            full = T.alloc_barrier([WARP] * STAGES)
+            ready = T.alloc_barrier([SCORERS] * STAGES)
+            free = T.alloc_barrier([WORKERS] * STAGES)
+            thread = T.get_thread_binding()
+            head = T.alloc_var(i32, init=T.truncmod(block, HV))
+            segment = T.alloc_var(i32, init=T.truncdiv(block, HV))
+            out = T.alloc_var(i32, init=table[segment, column.GRAD_EXIT])
+            if out >= 0:
+                begin = T.alloc_var(i32, init=table[segment, column.START])
+                end = T.alloc_var(i32, init=table[segment, column.END])
+                number = T.alloc_var(i32, init=table[segment, column.CHUNK])
+                whole = T.alloc_var(i32, init=T.truncdiv(end - begin + (C - 1), C))
+                # Only the leading chunks, as far as anything behind them is remembered in front.
+                count = T.alloc_var(i32, init=0)
+                left = T.alloc_var(f32, init=0.0)
+                while count < whole and left > threshold:
+                    left = left + bound[head, number + count]
+                    count = count + 1
+                start = T.alloc_var(i32, init=begin + (count - 1) * C)
+                if thread < WORKERS:
+                    T.set_max_nreg(config.roles[0].registers, 1)
+                    state = T.alloc_fragment((V, K), f32)
+                    known = T.alloc_var(i32, init=-1)
+                    if final_grad and left > threshold and table[segment, column.LAST] == 1:
+                        known = exit_row[table[segment, column.CHAIN]]
+                    if known >= 0:
+                        T.copy(dexit[known, head, 0:V, 0:K], state)
+                    else:
+                        T.clear(state)
+                    recur(
+                        state,
+                        count,
+                        None,
+                        o_tile,
+                        q_tile,
+                        k_tile,
+                        t_tile,
+                        p_tile,
+                        grow,
+                        fade,
+                        keep,
+                        ready,
+                        free,
+                        thread,
+                        None,
+                    )
+                    T.copy(state, dboundary[out, head, 0:V, 0:K])
+                elif thread < WORKERS + SCORERS:
+                    T.set_max_nreg(config.roles[1].registers, 0)
+                    score_ahead(
+                        count,
+                        start,
+                        end,
+                        thread - WORKERS,
+                        o_tile,
+                        q_tile,
+                        k_tile,
+                        p_tile,
+                        gate,
+                        k_scale,
+                        grow,
+                        fade,
+                        keep,
+                        full,
+                        ready,
+                        scale,
+                    )
+                else:
+                    T.set_max_nreg(config.roles[2].registers, 0)
+                    if thread < WORKERS + SCORERS + WARP:
+                        copy_in(
+                            count,
+                            number + count - 1,
+                            start,
+                            head,
+                            T.truncdiv(head, ratio),
+                            (q, k, do, inverse, decay, key_scale),
+                            o_tile,
+                            q_tile,
+                            k_tile,
+                            t_tile,
+                            gate,
+                            k_scale,
+                            full,
+                            free,
+                        )
+
+    return kernel.with_attr("global_symbol", "summary_grad")
