@@ -55,7 +55,9 @@ def store_transposed(values16, tile, out, chunk, place, group, pending):
     T.copy(values16, tile)
     T.fence_proxy_async()
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
-    T.tma_copy(tile[group, 0:C, 0:64], out[chunk, place, 0:C, group * 64 : group * 64 + 64], leader_scope_threads=128)
+    T.tma_copy(
+        tile[group, 0:C, 0:64], out[chunk, place, 0:C, group * 64 : group * 64 + 64], leader_scope_threads=128
+    )
 
 
 @T.macro
@@ -81,4 +83,6 @@ def store_tokens(values16, tile, out, start, end, head, group, thread, pending):
             token = T.alloc_var("int32", init=step * 16 + thread % 128 // 8)
             if start + token < end:
                 for e in T.vectorized(8):
-                    out[start + token, head, group * 64 + thread % 8 * 8 + e] = tile[group, token, thread % 8 * 8 + e]
+                    out[start + token, head, group * 64 + thread % 8 * 8 + e] = tile[
+                        group, token, thread % 8 * 8 + e
+                    ]
