@@ -183,10 +183,10 @@ def _sweep_config(
     With sums in tensor memory so are the left operands for heads of 128 (a state, two of a chunk's), else shared.
     """
     chunk, width = 64, spec.dim("head_dim")
-    tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * 4
+    tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * (5 if scores else 4)
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
     fixed = (tile if scores else 0) if leaving is None else int(leaving * 2 * width * width)
-    fixed += 1024
+    fixed += 3072  # barriers, scales, alignment
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]

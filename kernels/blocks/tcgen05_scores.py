@@ -40,10 +40,10 @@ class Scored:
 def alloc_scored(stages: int, width: int, dtype: str) -> Scored:
     """Memory for a kernel's scorers; the last of its tensor memory, the size of which must fall."""
     tiles = {name: T.alloc_shared((stages, CHUNK, width), dtype) for name in ("q", "k")}
+    tiles["p"] = T.alloc_shared((stages, CHUNK, CHUNK), dtype)  # tiles first: small vectors between them waste memory
     gate, k_scale, grow, fade, keep = alloc_gates(stages)
     return Scored(
         **tiles,
-        p=T.alloc_shared((stages, CHUNK, CHUNK), dtype),
         gate=gate,
         k_scale=k_scale,
         grow=grow,

@@ -80,6 +80,8 @@ def _recurrence(spec: KernelSpec, outputs: bool):
         q, k, do, inverse, decay, key_scale = inputs
         do_tile = T.alloc_shared((STAGES, C, V), dtype)
         t_tile = T.alloc_shared((STAGES, C, C), dtype)
+        tiles = (alloc_outlet(C, V, dtype), alloc_outlet(V, K, dtype)) if outputs else ()
+        T.annotate_layout(outlet_layouts(*tiles))
         sums, operands = alloc_recurrence(V, K, C, 3, dtype)
         state_sum, recalled_sum, direct_sum, pulled_sum = sums
         state_operand, value_operand, faded_operand = operands
@@ -89,8 +91,6 @@ def _recurrence(spec: KernelSpec, outputs: bool):
         free = T.alloc_barrier([1] * STAGES)
         done = T.alloc_barrier([1] * PRODUCTS)
         given = T.alloc_barrier([WORKERS] * GIFTS)
-        tiles = (alloc_outlet(C, V, dtype), alloc_outlet(V, K, dtype)) if outputs else ()
-        T.annotate_layout(outlet_layouts(*tiles))
         thread = T.get_thread_binding()
         # Chunks run backwards: step i is chunk count - 1 - i.
         begin = T.alloc_var("int32", init=table[segment, column.START] + (count - 1) * C)

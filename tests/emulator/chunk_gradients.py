@@ -5,6 +5,7 @@ Letters: T tokens, N chunks, C chunk, H key heads, HV value heads, K key dim, V 
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ def tables_of(offsets, most):
     -> chunks, segments, number of rows. Every chain has a row in front of it too, as if it received its state.
     """
     chunks, segments, rows = [], [], 0
-    for chain, (start, end) in enumerate(zip(offsets, offsets[1:], strict=False)):
+    for chain, (start, end) in enumerate(itertools.pairwise(offsets)):
         length = -(-(end - start) // C)
         parts, done = -(-length // most), 0
         for place in range(parts):

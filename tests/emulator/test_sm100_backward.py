@@ -1,4 +1,4 @@
-"""Backward kernels of sm_100: clean under every schedule, right against plain fp64, and what their machine code holds."""
+"""Backward kernels of sm_100: clean under every schedule, right against plain fp64; what their machine code holds."""
 
 from functools import cache
 
@@ -6,18 +6,70 @@ import chunk_gradients as plain
 import pytest
 import torch
 from cta_emulator import load
+from grad_cases import expected_of, gradients_of
+from grad_cases import hold as hold_gradients
+from static_checks import all_faults, find_disassembler, opcodes, tensor_memory_columns
+from test_op_emulated import emulation, everything
 
 from flashqla_cp.kernels import stages as stages  # enters the builders
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.build import build
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import make_spec
+from flashqla_cp.kernels.tuning import gradients_config, replay_config, sweep_config
 from flashqla_cp.testing.metrics import relative_l2
+from flashqla_cp.testing.oracle import gated_delta_rule_oracle
 
 ARCH = "sm_100a"
 SCHEDULES = (("eager", 1), ("lazy", 1), ("random", 1), ("random", 2), ("random", 3))
 BAR, EXACT_BAR = 5e-3, 2e-5  # the second of sums of products of what is given
 FORGOTTEN = -24.0
+B, F = torch.bfloat16, torch.float16
+PACKED, SHORT, EMPTY = (0, 300, 300, 633), (0, 1, 40, 103, 168), (0, 0, 0, 64, 129, 129)
+QUICK = {"head_dim": 128, "ratio": 2, "dtype": B, "offsets": (0, 100, 100, 300), "l2norm": True, "heads": 1}
+CASES = {
+    "packed": {"head_dim": 128, "ratio": 2, "dtype": B, "offsets": PACKED, "gates": "mixed"},
+    "normalised-one-drop": {"ratio": 3, "offsets": PACKED, "gates": "drop"}
+    | {"head_dim": 128, "dtype": B, "l2norm": True, "heads": 1},
+    "half-precision": {"head_dim": 128, "ratio": 1, "dtype": F, "offsets": (0, 1, 40, 103, 368)},
+    "twenty": {"head_dim": 128, "ratio": 1, "dtype": B, "offsets": SHORT, "gates": "twenty"},
+    "strong": {"head_dim": 128, "ratio": 1, "dtype": B, "offsets": (0, 300, 450), "gates": "strong", "heads": 1},
+    "four-to-one": {
+        "head_dim": 128,
+        "ratio": 4,
+        "dtype": F,
+        "offsets": (0, 70, 200),
+        "gates": "init",
+        "heads": 1,
+        "l2norm": True,
+    },
+    "narrow": {"head_dim": 64, "ratio": 1, "dtype": B, "offsets": PACKED},
+    "narrow-normalised-short": {
+        "head_dim": 64,
+        "ratio": 2,
+        "dtype": F,
+        "offsets": SHORT,
+        "gates": "drop",
+        "l2norm": True,
+    },
+    "narrow-empty-no-decay": {
+        "head_dim": 64,
+        "ratio": 3,
+        "dtype": B,
+        "offsets": EMPTY,
+        "gates": "zero",
+        "l2norm": True,
+        "heads": 1,
+    },
+    "narrow-eight-to-one": {
+        "head_dim": 64,
+        "ratio": 8,
+        "dtype": B,
+        "offsets": (0, 70, 200),
+        "gates": "mixed",
+        "heads": 1,
+    },
+}
 
 
 def spec_of(stage, x, **flags):
@@ -181,3 +233,100 @@ def check_gradients(x, first=0, count=None, blocks=3, sigmoid=False, double=Fals
                 part = part * written * (1 - written / most)
             expected[name][start : start + length, which] = part[:, which]
     return compare({name: (y, expected[name]) for name, y in got.items()})
+
+
+CHECKS = {
+    "sweep": check_sweep,
+    "summary_grad": check_summary_grad,
+    "replay": check_replay,
+    "gradients": check_gradients,
+}
+
+
+def quick_spec(stage, **changes):
+    """What the quick run of a stage launches."""
+    flags = {
+        "sweep": ("final_grad", "initial_grad"),
+        "summary_grad": ("final_grad",),
+        "replay": ("initial_state",),
+        "gradients": ("sigmoid", "double"),
+    }
+    return spec_of(stage, plain.make_case(**QUICK | changes), **dict.fromkeys(flags[stage], True))
+
+
+@pytest.mark.parametrize("l2norm", (False, True))
+def test_the_plain_formulas_are_the_gradients(l2norm):
+    """The plain backward of a document, chunk by chunk, against autograd through the recurrence of tokens."""
+    x = plain.make_case(16, 2, torch.float64, (0, 150), "mixed", l2norm, heads=2, foreign=0)
+    leaves = [y[None].requires_grad_() for y in (x.q, x.k, x.v, x.g, x.beta)]
+    initial, dfinal = (x.states(1, seed).double() for seed in (5, 6))
+    initial.requires_grad_()
+    o, final = gated_delta_rule_oracle(
+        *leaves, initial_state=initial.mT, cu_seqlens=torch.tensor(x.offsets), use_qk_l2norm=l2norm
+    )
+    ((o[0] * x.do).sum() + (final.mT * dfinal).sum()).backward()
+    states, values, _ = plain.replay(x, 0, initial.detach()[0])
+    dstates, dv, dentry = plain.sweep(x, 0, dfinal[0])
+    parts = [plain.gradients(x, n, states[n], values[n], dstates[n], dv[n]) for n in plain.chunks_of(x, 0)]
+    dq, dk, dg, dbeta = (torch.cat(part) for part in zip(*parts, strict=True))
+    dv = torch.cat([rows[:, : x.chunk(n).length] for n, rows in enumerate(dv)], 1).movedim(0, 1)
+    for found, leaf in zip((dq, dk, dv, dg, dbeta, dentry), (*leaves, initial), strict=True):
+        assert relative_l2(found, leaf.grad[0]) < 1e-9
+
+
+@pytest.mark.parametrize("head_dim", (pytest.param(64, marks=pytest.mark.slow), 128))
+@pytest.mark.parametrize(("stage", "products"), (("sweep", 6), ("summary_grad", 6), ("replay", 4), ("gradients", 5)))
+def test_products_and_tensor_memory(stage, products, head_dim):
+    spec = quick_spec(stage, head_dim=head_dim)
+    kernel = build(spec)
+    if stage in ("sweep", "summary_grad"):
+        config = sweep_config(spec, stores=stage == "sweep")
+    else:
+        config = (replay_config if stage == "replay" else gradients_config)(spec)
+    config.check(spec.target)
+    assert all_faults(kernel, most_spilled=64) == []
+    source = kernel.device_source()
+    include = "#include <tl_templates/cuda/instruction/tcgen05mma.h>"
+    assert source.count("tcgen05mma") - source.count(include) == products
+    assert tensor_memory_columns(source) <= config.tensor_memory_columns
+    assert all(k["dynamic_shared_bytes"] <= config.shared_bytes for k in kernel.info()["kernels"])
+    end = source.rindex("__syncthreads();")
+    assert "tmem_deallocate" in source[end:] and "tcgen05_ld" not in source[end:]
+    if find_disassembler():
+        found = opcodes(kernel)
+        assert "UTCHMMA" in found and "HMMA" not in found
+
+
+@pytest.mark.parametrize("stage", CHECKS)
+def test_clean_and_right_at_random(stage):
+    options = {"sigmoid": True, "double": True} if stage == "gradients" else {}
+    CHECKS[stage](plain.make_case(**QUICK), schedule="random", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", CHECKS)
+@pytest.mark.parametrize("name", CASES)
+def test_results_under_every_schedule(name, stage):
+    x, check = plain.make_case(**CASES[name]), CHECKS[stage]
+    options = {"sigmoid": x.l2norm, "double": x.l2norm and x.q.dtype == B} if stage == "gradients" else {}
+    errors = {str(check(x, schedule=schedule, seed=seed, **options)) for schedule, seed in SCHEDULES}
+    assert len(errors) == 1, "schedules differ"
+    if stage == "gradients":
+        for blocks in (1, 5, 100):
+            check(x, blocks=blocks, races=False, **options)
+    else:
+        check(x, known=False, races=False)
+    if stage != "summary_grad" and x.v.shape[1] > x.ratio:
+        check(x, first=x.ratio, count=x.ratio, races=False, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gates", ("weak", "init", "strong"))
+def test_the_whole_op(gates):
+    case = everything(gates=gates)
+    offsets = case["offsets"]
+    with emulation(ARCH, schedule="random"):
+        found = gradients_of(
+            case["tensors"], case["initial"], cu_seqlens=torch.tensor(offsets), use_qk_l2norm_in_kernel=True
+        )
+    hold_gradients(found, expected_of(case["tensors"], case["initial"], offsets, l2norm=True))
