@@ -186,7 +186,7 @@ def _sweep_config(
     tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * (5 if scores else 4)
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
     fixed = (tile if scores else 0) if leaving is None else int(leaving * 2 * width * width)
-    fixed += 3072  # barriers, scales, alignment
+    fixed += 4096  # barriers, scales, alignment
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]

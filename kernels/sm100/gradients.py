@@ -54,7 +54,7 @@ def build_gradients(spec: KernelSpec):
 
     Value heads from `first` on, whole groups, as many as states16, dstates16 [chunks, heads, V, K] and values16
     [chunks, heads, C, V] have. dq, dk [T, H, K] are sums over a group; dg, dbeta [T, HV]. Rows of no chunk are left
-    alone.
+    alone. key_scale is not read: norms of keys are made here, with those of queries.
     """
     K = V = spec.dim("head_dim")
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"

@@ -160,11 +160,13 @@ def check_summary_grad(x, known=True, threshold=FORGOTTEN, **how):
     )
     expected = torch.full_like(dboundary, float("nan"), dtype=torch.float64)
     for segment, row in enumerate(x.segments.tolist()):
-        if row[column.GRAD_EXIT] >= 0:
+        for head in range(heads if row[column.GRAD_EXIT] >= 0 else 0):
+            left = x.bound[head, list(plain.chunks_of(x, segment))].cumsum(0)
+            count = min(int((left > threshold).sum()) + 1, len(left))
             state = torch.zeros_like(dboundary[0]).double()
-            if known and row[column.LAST] == 1 and exit_row[row[column.CHAIN]] >= 0:
+            if known and row[column.LAST] == 1 and left[-1] > threshold and exit_row[row[column.CHAIN]] >= 0:
                 state = dexit[exit_row[row[column.CHAIN]]].double()
-            expected[row[column.GRAD_EXIT]] = plain.sweep(x, segment, state)[2]
+            expected[row[column.GRAD_EXIT], head] = plain.sweep(x, segment, state, count)[2][head]
     return compare({"dboundary": (dboundary, expected)})
 
 
@@ -301,6 +303,16 @@ def test_products_and_tensor_memory(stage, products, head_dim):
 def test_clean_and_right_at_random(stage):
     options = {"sigmoid": True, "double": True} if stage == "gradients" else {}
     CHECKS[stage](plain.make_case(**QUICK), schedule="random", **options)
+
+
+def test_maps_start_behind_the_chunks_that_they_need():
+    """A bound that one chunk reaches: what lies behind it, the known gradient too, is left out."""
+    check_summary_grad(plain.make_case(**QUICK), threshold=-1e-6, races=False)
+
+
+def test_what_cancels_in_gate_gradients_is_never_added():
+    """With gates of -20 they are nine orders smaller than what a token's own row and column hold."""
+    check_gradients(plain.make_case(**QUICK | {"gates": "twenty"}), sigmoid=True, double=True, races=False)
 
 
 @pytest.mark.slow
