@@ -82,7 +82,8 @@ class Call:
         if context is not None:
             o, states, kept = forward_sharded(x, context, initial, self.scale, final=final, processors=processors)
         else:
-            documents = _documents(offsets, *tensors[0].shape[:2], x.q.device)
+            batch, length = tensors[0].shape[:2]
+            documents = _documents(offsets, batch, length, x.q.device)
             o, states, kept = forward(x, documents, initial, self.scale, final=final, processors=processors)
         if states is not None and not self.state_v_first:
             states = states.mT

@@ -69,12 +69,10 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
                 grads, dinitial = backward(x, kept, do, call.state(dfinal), *whole)
             else:
                 grads, dinitial = backward_sharded(x, ctx.context, kept, do, call.state(dfinal), *whole)
-            of_gate: tuple[torch.Tensor | None, ...] = (torch.zeros_like(x.g), x.A_log, x.dt_bias)
-            if kept.solved is not None:
-                of_gate = kernels.gate_grad(x, grads.dg)
-            elif x.A_log is not None:
-                of_gate = tuple(map(torch.zeros_like, of_gate))
-        dg, *dgate = of_gate
+            if kept.solved is None:  # no token of any document
+                dg, *dgate = (None if like is None else torch.zeros_like(like) for like in (x.g, x.A_log, x.dt_bias))
+            else:
+                dg, *dgate = kernels.gate_grad(x, grads.dg)
         if dinitial is not None and not call.state_v_first:
             dinitial = dinitial.mT
         found = (grads.dq, grads.dk, grads.dv, dg, grads.dbeta, *dgate, dinitial)
@@ -99,10 +97,10 @@ def backward(
 
     do [T, HV, V]; dfinal [N, HV, V, K] or None for zeros.
     """
-    documents = kept.documents
+    documents, tables = kept.documents, kept.tables
     assert documents is not None
     dinitial = pass_on(x, documents.num_documents, dfinal) if wants_initial else None
-    if kept.tables is None:
+    if tables is None:
         return TokenGradients.of(x, padded=True, zero=True), dinitial
     exits = None if dfinal is None else documents.entries(dfinal)
     padded = documents.offsets is not None
@@ -110,7 +108,7 @@ def backward(
     dmaps = _gradient_maps(x, kept, do, exits, scale)
 
     def arrive() -> tuple[torch.Tensor | None, Entries | None]:
-        return None if dmaps is None else affine_chain(x, dmaps, kept.tables, None, reverse=True), exits
+        return None if dmaps is None else affine_chain(x, dmaps, tables, None, reverse=True), exits
 
     _fill(x, kept, do, arrive, scale, processors, grads, dinitial)
     if documents.offsets is not None:

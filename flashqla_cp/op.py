@@ -119,8 +119,8 @@ def chunk_gated_delta_rule(
             state_v_first=state_v_first,
         )
         if headwise is None:
-            offsets = offsets if there is None else there
-            return fused_grad.run(call, (q, k, v, g, beta), (A_log, dt_bias), initial_state, offsets, cp_context)
+            known = offsets if there is None else there
+            return fused_grad.run(call, (q, k, v, g, beta), (A_log, dt_bias), initial_state, known, cp_context)
 
     if cp_context is None:
         program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)

@@ -131,15 +131,19 @@ def summary_config(spec: KernelSpec) -> TileConfig:
 
 def replay_config(spec: KernelSpec) -> TileConfig:
     """Launch shape of the replay: as summary, and tiles in which states and values leave."""
-    return _sweep_config(spec, 1, False, 4, {"workers": 208, "helpers": 88}, leaving=1 + 64 / spec.dim("head_dim"))
+    width = spec.dim("head_dim")
+    return _sweep_config(spec, 1, False, 4, {"workers": 208, "helpers": 88}, beside=2 * width * (width + 64))
 
 
 def sweep_config(spec: KernelSpec, *, stores: bool) -> TileConfig:
-    """Launch shape of the gradients' recurrence: as forward, and tiles in which states' gradients leave."""
+    """Launch shape of the gradients' recurrence: as forward, with two tiles of scores and one in which states leave."""
+    leaving = 2 * spec.dim("head_dim") ** 2 if stores else 0
     registers = {"workers": 192, "scorers": 104, "copier": 24}
     if spec.target.mma == "tcgen05":
         registers = {"workers": 184, "scorers": 80, "feeders": 64}
-    return _sweep_config(spec, 2, True, 3, registers, leaving=1 + 64 / spec.dim("head_dim") if stores else 0)
+        beside = 2 * spec.dim("head_dim") * (spec.dim("head_dim") + 64) if stores else 0
+        return _sweep_config(spec, 2, True, 3, registers, beside=beside)
+    return _sweep_config(spec, 2, False, 3, registers, beside=leaving + 2 * 2 * 64 * 64)
 
 
 def gradients_config(spec: KernelSpec) -> TileConfig:
@@ -158,12 +162,11 @@ def gradients_config(spec: KernelSpec) -> TileConfig:
             shared_bytes=6 * tile + 2 * 2 * width * width + 4 * square + 4 * chunk * (chunk + 1) + 6144,
             tensor_memory_columns=tensor_memory_columns(spec.target, [width, width, width, chunk, chunk]),
         )
-    shared = (
-        2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
-    )
+    tiles = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square
+    shared = tiles + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     roles = (
-        Role(name="multipliers", threads=2 * WARPGROUP, registers=232),
-        Role(name="keepers", threads=WARPGROUP, registers=40),
+        Role(name="multipliers", threads=2 * WARPGROUP, registers=224),
+        Role(name="keepers", threads=WARPGROUP, registers=56),
     )
     return TileConfig(roles=roles, stages=1, shared_bytes=shared)
 
@@ -174,19 +177,18 @@ def _sweep_config(
     scores: bool,
     most_stages: int,
     registers: dict[str, int],
-    leaving: float | None = None,
+    beside: int | None = None,
 ) -> TileConfig:
     """Stages of `key_tiles` key-like tiles, one value tile and one inverse (and one of scores), 2 bytes an element.
 
-    leaving: what is stored from shared memory, in states; the output of one chunk unless given.
+    beside: bytes of other tiles; the output of one chunk unless given.
 
     With sums in tensor memory so are the left operands for heads of 128 (a state, two of a chunk's), else shared.
     """
     chunk, width = 64, spec.dim("head_dim")
     tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * (5 if scores else 4)
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
-    fixed = (tile if scores else 0) if leaving is None else int(leaving * 2 * width * width)
-    fixed += 4096  # barriers, scales, alignment
+    fixed = 4096 + ((tile if scores else 0) if beside is None else beside)  # barriers, scales, alignment
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]

@@ -26,8 +26,8 @@ def query_norms(q_tile, q_scale, slot, row, K, dtype):
 
 
 @T.macro
-def score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, log_scale, dtype, l2norm):
-    """p_tile[slot] [C, C] = scale (Q K^T) exp(G_i - G_j) for j <= i, else 0. Norms scale rows, as decays do."""
+def score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, out, log_scale, dtype, l2norm):
+    """p_tile[out] [C, C] = scale (Q K^T) exp(G_i - G_j) for j <= i, else 0. Norms scale rows, as decays do."""
     scores = T.alloc_fragment((C, C), "float32")
     weight = T.alloc_fragment((C, C), "float32")
     row_gate = T.alloc_fragment((C,), "float32")
@@ -47,7 +47,7 @@ def score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, log_scale, dtype
     T.wait_wgmma(0)
     for a, b in T.Parallel(C, C):
         scores16[a, b] = scores[a, b] * weight[a, b] * (column_scale[b] if l2norm else 1.0)
-    T.copy(scores16, p_tile[slot, :, :])
+    T.copy(scores16, p_tile[out, :, :])
 
 
 @T.macro

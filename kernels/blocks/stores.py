@@ -22,18 +22,18 @@ def transposed_accumulator(V: int) -> Fragment:
 
 
 def accumulator_panels(V: int, K: int) -> Fragment:
-    """Layout of an accumulator [V, K] seen as panels [V / 64, K / 64, 64, 64], which stmatrix stores."""
+    """Layout of an accumulator [V, K] seen as panels [K / 64, V / 64, 64, 64], which stmatrix stores."""
 
-    def place(group, panel, row, column):
+    def place(panel, group, row, column):
         thread = group * 128 + row // 16 * 32 + row % 8 * 4 + column % 8 // 2
         return thread, panel * 32 + column // 8 * 4 + row % 16 // 8 * 2 + column % 2
 
-    return Fragment([V // 64, K // 64, 64, 64], forward_fn=place)
+    return Fragment([K // 64, V // 64, 64, 64], forward_fn=place)
 
 
 @T.macro
 def store_panels(panels16, tile, out, chunk, place, group, K, pending):
-    """out[chunk, place] = a state [V, K]. panels16, tile [V / 64, K / 64, 64, 64]: fragment, shared memory."""
+    """out[chunk, place] = a state [V, K]. panels16, tile [K / 64, V / 64, 64, 64]: fragment, shared memory."""
     T.tma_store_wait(pending)
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
     T.copy(panels16, tile)
@@ -41,7 +41,7 @@ def store_panels(panels16, tile, out, chunk, place, group, K, pending):
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
     for panel in T.unroll(K // 64):
         T.tma_copy(
-            tile[group, panel, 0:64, 0:64],
+            tile[panel, group, 0:64, 0:64],
             out[chunk, place, group * 64 : group * 64 + 64, panel * 64 : panel * 64 + 64],
             leader_scope_threads=128,
         )
@@ -62,18 +62,19 @@ def store_transposed(values16, tile, out, chunk, place, group, pending):
 
 @T.macro
 def store_tokens(values16, tile, out, start, end, head, group, thread, pending):
-    """out[start.., head] = the transpose of values [V, C], up to token `end`. tile [V / 64, C, 64]: shared memory.
+    """out[start.., head] = the transpose of values [V, C], up to token `end`. tile [.., V / 64, C, 64]: shared memory,
+    its first part.
 
     A chunk that is short starts no copy; all earlier ones are then waited for, so that counts of pending ones hold.
     """
     T.tma_store_wait(pending)
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
-    T.copy(values16, tile)
+    T.copy(values16, tile[0, :, :, :])
     T.fence_proxy_async()
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
     if start + C <= end:
         T.tma_copy(
-            tile[group, 0:C, 0:64],
+            tile[0, group, 0:C, 0:64],
             out[start : start + C, head, group * 64 : group * 64 + 64],
             leader_scope_threads=128,
         )
@@ -84,5 +85,5 @@ def store_tokens(values16, tile, out, start, end, head, group, thread, pending):
             if start + token < end:
                 for e in T.vectorized(8):
                     out[start + token, head, group * 64 + thread % 8 * 8 + e] = tile[
-                        group, token, thread % 8 * 8 + e
+                        0, group, token, thread % 8 * 8 + e
                     ]

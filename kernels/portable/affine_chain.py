@@ -7,10 +7,10 @@ With the flag "reverse" the gradients behind segments, by the adjoints, from a c
     dS = M^T dS' + D
 
 In fp32. Without the flag "apart" it is done in place: E (or D) and the carried states are one tensor. A block has some
-columns of V of one head and walks its chain. A warp has a run of the inner dimension and sums into a register tile of
-8 rows of K a thread; the warps' sums meet in shared memory. M^T [K in, K out] is read once, along its rows, and across
-them in reverse. Rows that need no correction are not touched, or only copied. A chain's own M, which a rank sends, is
-the same walk from the identity.
+columns of V of one head and walks its chain. M^T [K in, K out] comes to shared memory by cp.async while the step before
+it adds up. A warp has a run of the inner dimension and half of the columns, a thread a tile of 8 outputs of K by some
+columns; the warps' sums meet in shared memory. In reverse M^T is read across its rows. Rows that need no correction are
+not touched, or only copied. A chain's own M, which a rank sends, is the same walk from the identity.
 Letters: K key dim, V value dim, HV value heads.
 """
 
@@ -21,7 +21,8 @@ from flashqla_cp.kernels.spec import KernelSpec
 
 COLUMNS = 16  # of V in a block
 THREADS, WARP = 256, 32
-AHEAD = 4  # inner rows of a turn
+SIDES = 2  # warps that share a run of the inner dimension
+PAD = 4
 
 
 def build_affine_chain(spec: KernelSpec):
@@ -31,122 +32,137 @@ def build_affine_chain(spec: KernelSpec):
         spec.has(flag) for flag in ("initial_state", "apart", "final_correction", "reverse")
     )
     f32, i32 = "float32", "int32"
-    PARTS = THREADS // WARP
+    PARTS = THREADS // WARP // SIDES
     RUN = K // PARTS  # inner rows of a warp
     GROUPS = K // 8  # threads side by side along K
-    WIDE = COLUMNS * GROUPS // WARP  # columns of a thread
+    WIDE = COLUMNS * GROUPS // (WARP * SIDES)  # columns of a thread
     SHARE = COLUMNS * K // THREADS  # finished numbers of a thread
     rows, HV, chains, entries = (T.dynamic(n) for n in ("rows", "HV", "chains", "entries"))
-    states = rows if not reverse else T.dynamic("states")  # rows of the corrections
-
+    states = T.dynamic("states") if reverse else rows  # rows of the corrections
     listed = chains if has_initial else T.dynamic("listed")
 
-    @T.macro
-    def load(correction, row, head, turn, m, thread):
-        """m[inner, 8 outer] of a turn: the numbers by which the thread's outputs take AHEAD inner ones."""
-        inner = T.alloc_var(i32, init=thread // WARP * RUN + turn * AHEAD)
-        if reverse:
-            for i in T.unroll(8):
-                for e in T.vectorized(4):
-                    m[i * AHEAD + e] = correction[row, head, i // 4 * (K // 2) + thread % GROUPS * 4 + i % 4, inner + e]
-        else:
-            for r in T.unroll(AHEAD):
-                for half in T.unroll(2):
-                    for e in T.vectorized(4):
-                        m[r * 8 + half * 4 + e] = correction[
-                            row, head, inner + r, half * (K // 2) + thread % GROUPS * 4 + e
-                        ]
+    def part_of(thread):
+        """Of the inner dimension."""
+        return thread // (WARP * SIDES)
+
+    def columns_of(thread):
+        return (thread // WARP % SIDES * (WARP // GROUPS) + thread % WARP // GROUPS) * WIDE
 
     @T.macro
-    def multiply(correction, row, head, state, partial, thread):
-        """partial[warp] = the warp's share of M S, or of M^T S in reverse."""
+    def multiply(tile, state, partial, thread):
+        """partial[part] = the warps' share of M S, or of M^T S in reverse."""
         sums = T.alloc_local((WIDE * 8,), f32)
-        m = T.alloc_local((AHEAD * 8,), f32)
+        m = T.alloc_local((4 * 8,), f32)
         s = T.alloc_local((WIDE,), f32)
         for i in T.unroll(WIDE * 8):
             sums[i] = 0.0
-        for turn in T.unroll(RUN // AHEAD):
-            load(correction, row, head, turn, m, thread)
-            for r in T.unroll(AHEAD):
-                for quad in T.unroll(WIDE // 4):
-                    for e in T.vectorized(4):
-                        s[quad * 4 + e] = state[
-                            thread // WARP * RUN + turn * AHEAD + r,
-                            thread % WARP // GROUPS * WIDE + quad * 4 + e,
-                        ]
-                for v in T.unroll(WIDE):
-                    for e in T.unroll(8):
-                        if reverse:
-                            sums[v * 8 + e] = sums[v * 8 + e] + m[e * AHEAD + r] * s[v]
-                        else:
-                            sums[v * 8 + e] = sums[v * 8 + e] + m[r * 8 + e] * s[v]
-        for v in T.unroll(WIDE):
-            for half in T.unroll(2):
+        for quad in T.unroll(RUN // 4):
+            for i in T.unroll(8):
                 for e in T.vectorized(4):
-                    partial[
-                        thread // WARP,
-                        thread % WARP // GROUPS * WIDE + v,
-                        half * (K // 2) + thread % GROUPS * 4 + e,
-                    ] = sums[v * 8 + half * 4 + e]
+                    if reverse:  # 4 inner ones of output i
+                        m[i * 4 + e] = tile[i * GROUPS + thread % GROUPS, part_of(thread) * RUN + quad * 4 + e]
+                    else:  # 4 outputs by an inner one
+                        m[i * 4 + e] = tile[
+                            part_of(thread) * RUN + quad * 4 + i // 2, i % 2 * (K // 2) + thread % GROUPS * 4 + e
+                        ]
+            for r in T.unroll(4):
+                for e in T.vectorized(WIDE):
+                    s[e] = state[part_of(thread) * RUN + quad * 4 + r, columns_of(thread) + e]
+                for v in T.unroll(WIDE):
+                    for i in T.unroll(8):
+                        if reverse:
+                            sums[v * 8 + i] = sums[v * 8 + i] + m[i * 4 + r] * s[v]
+                        else:
+                            sums[v * 8 + i] = sums[v * 8 + i] + m[r * 8 + i] * s[v]
+        for v in T.unroll(WIDE):
+            if reverse:
+                for i in T.unroll(8):
+                    partial[part_of(thread), columns_of(thread) + v, i * GROUPS + thread % GROUPS] = sums[v * 8 + i]
+            else:
+                for half in T.unroll(2):
+                    for e in T.vectorized(4):
+                        partial[part_of(thread), columns_of(thread) + v, half * (K // 2) + thread % GROUPS * 4 + e] = (
+                            sums[v * 8 + half * 4 + e]
+                        )
 
     @T.macro
-    def chain_states(block, group, links, corrects, correction, boundary, carried, initial, entry_row):
+    def fetch(correction, row, head, tile):
+        """Start to bring M^T of a row."""
+        T.async_copy(correction[row, head, 0:K, 0:K], tile[0:K, 0:K])
+
+    @T.macro
+    def product(tile, state, partial, thread):
+        """What `multiply` says, once M^T and `state` are there; then both may be written again."""
+        T.ptx_wait_group(0)
+        T.sync_threads()
+        multiply(tile, state, partial, thread)
+        T.sync_threads()
+
+    @T.macro
+    def chain_states(block, group, maps, boundary, carried, initial, entry_row, shared):
         """The states of one chain, COLUMNS columns of V."""
-        state = T.alloc_shared((K, COLUMNS + 4), f32)
-        partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
+        links, corrects, correction = maps
+        tile, state, partial = shared
         thread = T.get_thread_binding()
         head = T.alloc_var(i32, init=T.truncmod(block, HV))
         row = T.alloc_var(i32, init=T.truncdiv(block, HV))
         length = T.alloc_var(i32, init=links[row, column.LENGTH])
         known = T.alloc_var(i32, init=0)  # whether `state` holds what meets this row's segment
+        needed = T.alloc_var(i32, init=0)  # whether this row's segment corrects it
         first = T.alloc_var(i32, init=-1)
+        # Walked from row `at` on, with the corrections from `by` on.
+        at = T.alloc_var(i32, init=row)
+        by = T.alloc_var(i32, init=row)
+        way = T.alloc_var(i32, init=1)
+        if reverse:
+            at = row + length - 1
+            by = links[row, column.LINK_CORRECTION] + length - 1
+            way = -1
+        own = T.alloc_local((SHARE,), f32)
         if has_initial and length > 0:
             first = entry_row[links[row, column.LINK_CHAIN]]
-        for step in T.serial(length):
-            at = T.alloc_var(i32, init=row + step)
-            by = T.alloc_var(i32, init=row + step)  # row of the correction
-            before = T.alloc_var(i32, init=row + step - 1)
-            if reverse:
-                at = row + length - 1 - step
-                by = links[row, column.LINK_CORRECTION] + length - 1 - step
-                before = at + 1
-            needed = T.alloc_var(i32, init=0)
-            if step > 0 or first >= 0:  # else nothing enters
+            if first >= 0:
                 needed = corrects[by, head]
-            if needed == 0:
-                known = 0
-                if apart:
-                    for i in T.unroll(SHARE):
-                        v = group * COLUMNS + (i * THREADS + thread) // K
-                        carried[at, head, v, thread % K] = boundary[at, head, v, thread % K]
-            else:
+        if needed == 1:
+            fetch(correction, by, head, tile)
+        for step in T.serial(length):
+            follows = T.alloc_var(i32, init=0)
+            if step + 1 < length:
+                follows = corrects[by + way, head]
+            if needed == 1:
+                for i in T.unroll(SHARE):
+                    own[i] = boundary[at, head, group * COLUMNS + (i * THREADS + thread) // K, thread % K]
                 if known == 0:
-                    T.sync_threads()
                     for i in T.unroll(SHARE):
                         v = (i * THREADS + thread) // K
-                        k = thread % K
                         if step > 0:
-                            state[k, v] = boundary[before, head, group * COLUMNS + v, k]
+                            state[thread % K, v] = boundary[at - way, head, group * COLUMNS + v, thread % K]
                         elif has_initial:
-                            state[k, v] = initial[first, head, group * COLUMNS + v, k]
-                T.sync_threads()
-                multiply(correction, by, head, state, partial, thread)
-                T.sync_threads()
+                            state[thread % K, v] = initial[first, head, group * COLUMNS + v, thread % K]
+                product(tile, state, partial, thread)
+            if follows == 1:
+                fetch(correction, by + way, head, tile)
+            if needed == 1:
                 for i in T.unroll(SHARE):
                     v = (i * THREADS + thread) // K
-                    k = thread % K
-                    total = T.alloc_var(f32, init=boundary[at, head, group * COLUMNS + v, k])
                     for p in T.unroll(PARTS):
-                        total = total + partial[p, v, k]
-                    state[k, v] = total
-                    carried[at, head, group * COLUMNS + v, k] = total
-                known = 1
+                        own[i] = own[i] + partial[p, v, thread % K]
+                    state[thread % K, v] = own[i]
+                    carried[at, head, group * COLUMNS + v, thread % K] = own[i]
+            elif apart:
+                for i in T.unroll(SHARE):
+                    v = group * COLUMNS + (i * THREADS + thread) // K
+                    carried[at, head, v, thread % K] = boundary[at, head, v, thread % K]
+            known = needed
+            needed = follows
+            at = at + way
+            by = by + way
 
     @T.macro
-    def chain_corrections(block, group, links, corrects, correction, final_correction):
+    def chain_corrections(block, group, maps, final_correction, shared):
         """The chain's own M^T: the product of its segments', zero where one of them forgets; COLUMNS inputs of K."""
-        state = T.alloc_shared((K, COLUMNS + 4), f32)
-        partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
+        links, corrects, correction = maps
+        tile, state, partial = shared
         thread = T.get_thread_binding()
         head = T.alloc_var(i32, init=T.truncmod(block, HV))
         row = T.alloc_var(i32, init=T.truncdiv(block, HV))
@@ -159,24 +175,32 @@ def build_affine_chain(spec: KernelSpec):
             v = (i * THREADS + thread) // K
             k = thread % K
             state[k, v] = T.if_then_else(k == group * COLUMNS + v and alive == 1, 1.0, 0.0)
-        if alive == 1:
+        if alive == 1 and length > 0:
+            fetch(correction, row, head, tile)
             for step in T.serial(length):
-                T.sync_threads()
-                multiply(correction, row + step, head, state, partial, thread)
-                T.sync_threads()
+                product(tile, state, partial, thread)
+                if step + 1 < length:
+                    fetch(correction, row + step + 1, head, tile)
                 for i in T.unroll(SHARE):
                     v = (i * THREADS + thread) // K
-                    k = thread % K
                     total = T.alloc_var(f32, init=0.0)
                     for p in T.unroll(PARTS):
-                        total = total + partial[p, v, k]
-                    state[k, v] = total
+                        total = total + partial[p, v, thread % K]
+                    state[thread % K, v] = total
         if length > 0:
             for i in T.unroll(SHARE):
                 v = (i * THREADS + thread) // K
                 final_correction[links[row, column.LINK_CHAIN], head, group * COLUMNS + v, thread % K] = state[
                     thread % K, v
                 ]
+
+    @T.macro
+    def memory():
+        """M^T of a step, the states that it meets, and sums."""
+        tile = T.alloc_shared((K, K + PAD), f32)
+        state = T.alloc_shared((K, COLUMNS + PAD), f32)
+        partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
+        return tile, state, partial
 
     if whole:
 
@@ -192,10 +216,12 @@ def build_affine_chain(spec: KernelSpec):
             final_correction: T.Tensor((chains, HV, K, K), f32),
         ):
             with T.Kernel(rows * HV, (V + K) // COLUMNS, threads=THREADS) as (block, group):
+                shared = memory()
+                maps = (links, corrects, correction)
                 if group < V // COLUMNS:
-                    chain_states(block, group, links, corrects, correction, boundary, carried, initial, entry_row)
+                    chain_states(block, group, maps, boundary, carried, initial, entry_row, shared)
                 else:
-                    chain_corrections(block, group - V // COLUMNS, links, corrects, correction, final_correction)
+                    chain_corrections(block, group - V // COLUMNS, maps, final_correction, shared)
 
     else:
 
@@ -210,6 +236,7 @@ def build_affine_chain(spec: KernelSpec):
             carried: T.Tensor((rows, HV, V, K), f32),
         ):
             with T.Kernel(rows * HV, V // COLUMNS, threads=THREADS) as (block, group):
-                chain_states(block, group, links, corrects, correction, boundary, carried, initial, entry_row)
+                maps = (links, corrects, correction)
+                chain_states(block, group, maps, boundary, carried, initial, entry_row, memory())
 
     return affine_chain

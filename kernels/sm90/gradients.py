@@ -15,8 +15,8 @@ and dK; at the chunk's end also what was carried out of it. The log gate's is it
 Roles of a block, which takes chunks of a key head in turn:
 
     1 warpgroup      pairs of tokens (Da, Db, their sums, dbeta's products), and dQ
-    1 warpgroup      dK
-    2 warps          row factors, norms, tails, <S, dS'>, and the gradient of gates from all of these
+    1 warpgroup      dK and <S, dS'>
+    2 warps          row factors, norms, tails, and the gradient of gates from all of these
     2 warps          copies by TMA: of a value head, of a key head
 
 Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
@@ -116,18 +116,18 @@ def build_gradients(spec: KernelSpec):
 
     @T.macro
     def finish(
-        p, row, start, length, head, end_part, dot, leaving, total, pulls, diagonal, keep, beta, dg, dbeta, partial
+        p, row, start, length, head, carried, dot, leaving, total, pulls, diagonal, keep, given_strength, dg, dbeta, partial
     ):
         """Gradients of a chunk's gates and write strengths from the sums over its tokens; 64 threads."""
         warp = T.alloc_var(i32, init=row // WARP)
         T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
         given = T.alloc_var(f32, init=leaving[p, row])
         slope = T.alloc_var(f32, init=dot[p, row] + total[p, row] + pulls[p, row] - given)
+        given = given + keep[p] * carried[p, row]
         for level in T.unroll(5):
             given = given + T.shfl_xor(given, 16 >> level)
         if row % WARP == 0:
             partial[warp] = given
-        end = T.alloc_var(f32, init=keep[p] * (end_part[p, 0] + end_part[p, 1]))
         for level in T.unroll(5):
             above = T.alloc_var(f32, init=T.shfl_down(slope, 1 << level))
             if row % WARP + (1 << level) < WARP:
@@ -135,11 +135,11 @@ def build_gradients(spec: KernelSpec):
         if row == WARP:
             partial[2] = slope
         T.sync_threads(barrier_id=KEEPERS_BARRIER, arrive_count=KEEPERS)
-        slope = slope + partial[0] + partial[1] + end
+        slope = slope + partial[0] + partial[1]
         if warp == 0:
             slope = slope + partial[2]
         if row < length:
-            strength = T.alloc_var(f32, init=T.cast(beta[start + row, head], f32))
+            strength = T.alloc_var(f32, init=given_strength)
             chained = T.alloc_var(f32, init=1.0)
             if sigmoid:
                 strength = 1.0 / (1.0 + T.exp(0.0 - strength))
@@ -196,7 +196,7 @@ def build_gradients(spec: KernelSpec):
             leaving_dot = T.alloc_shared((2, C), f32)  # k_i . its part of dK from behind
             pulls = T.alloc_shared((2, C), f32)
             diagonal = T.alloc_shared((2, C), f32)
-            carried = T.alloc_shared((2, 2), f32)
+            carried = T.alloc_shared((2, 64), f32)
             partial = T.alloc_shared((4,), f32)
             rows_full = T.alloc_barrier([WARP] * 2)
             rows_ready = T.alloc_barrier([KEEPERS] * 2)
@@ -205,9 +205,9 @@ def build_gradients(spec: KernelSpec):
             keys_ready = T.alloc_barrier([KEEPERS])
             keys_free = T.alloc_barrier([2 * GROUP])
             s_full = T.alloc_barrier([WARP] * PANELS)
-            s_free = T.alloc_barrier([2 * GROUP + KEEPERS] * PANELS)
+            s_free = T.alloc_barrier([2 * GROUP] * PANELS)
             d_full = T.alloc_barrier([WARP] * PANELS)
-            d_free = T.alloc_barrier([GROUP + KEEPERS] * PANELS)
+            d_free = T.alloc_barrier([GROUP] * PANELS)
             made = T.alloc_barrier([GROUP])
             taken = T.alloc_barrier([GROUP])
             summed = T.alloc_barrier([2 * GROUP] * 2)
@@ -223,10 +223,9 @@ def build_gradients(spec: KernelSpec):
                 query_factor = T.alloc_fragment((C,), f32)
                 query_dot = T.alloc_fragment((C,), f32)
                 scores = T.alloc_fragment((C, C), f32)
-                slopes = T.alloc_fragment((C, C), f32)
-                slopes16 = T.alloc_fragment((C, C), dtype)
-                weight = T.alloc_fragment((C, C), f32)
-                pull = T.alloc_fragment((C, C), f32)
+                asked = T.alloc_fragment((C, C), f32)  # Da, then the pulls
+                written = T.alloc_fragment((C, C), f32)  # Db
+                pair16 = T.alloc_fragment((C, C), dtype)
                 row_gate = T.alloc_fragment((C,), f32)
                 column_gate = T.alloc_fragment((C,), f32)
                 row_sum = T.alloc_fragment((C,), f32)
@@ -241,49 +240,53 @@ def build_gradients(spec: KernelSpec):
                         for j in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
+                            multiply_rows(o_tile, u_tile, asked, p)
+                            multiply_rows(r_tile, u_tile, written, p)
+                            T.copy(gate[p, :], row_gate)
+                            T.copy(gate[p, :], column_gate)
+                            T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
+                            T.wait_wgmma(PANELS)
+                            for a, b in T.Parallel(C, C):
+                                asked[a, b] = T.if_then_else(
+                                    a >= b, asked[a, b] * scale * T.exp2(row_gate[a] - column_gate[b]), 0.0
+                                )
+                            T.copy(asked, pair16)
+                            T.copy(pair16, a_tile)
+                            T.wait_wgmma(0)
+                            for a, b in T.Parallel(C, C):
+                                if a == b:
+                                    diagonal[p, a] = written[a, b]
+                            for a, b in T.Parallel(C, C):
+                                written[a, b] = T.if_then_else(
+                                    a > b, 0.0 - written[a, b] * T.exp2(row_gate[a] - column_gate[b]), 0.0
+                                )
+                            T.copy(written, pair16)
+                            T.copy(pair16, b_tile)
+                            T.fence_proxy_async()
                             T.mbarrier_wait_parity(keys_ready, done % 2)
                             T.wgmma_gemm(
                                 q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
                             )
-                            multiply_rows(o_tile, u_tile, slopes, p)
-                            T.copy(gate[p, :], row_gate)
-                            T.copy(gate[p, :], column_gate)
-                            for a, b in T.Parallel(C, C):
-                                weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
+                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
+                            T.mbarrier_arrive(made)
                             T.wait_wgmma(0)
                             for a, b in T.Parallel(C, C):
-                                slopes[a, b] = slopes[a, b] * weight[a, b] * scale
-                            for a, b in T.Parallel(C, C):
-                                pull[a, b] = T.if_then_else(a > b, slopes[a, b] * scores[a, b], 0.0)
-                            T.copy(slopes, slopes16)
+                                asked[a, b] = T.if_then_else(a > b, asked[a, b] * scores[a, b], 0.0)
                             T.wgmma_gemm(
                                 k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
                             )
-                            multiply_rows(r_tile, u_tile, slopes, p)
-                            T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
-                            T.copy(slopes16, a_tile)
-                            T.wait_wgmma(0)
-                            for a, b in T.Parallel(C, C):
-                                if a == b:
-                                    diagonal[p, a] = slopes[a, b]
-                            for a, b in T.Parallel(C, C):
-                                slopes[a, b] = T.if_then_else(a > b, 0.0 - slopes[a, b] * weight[a, b], 0.0)
-                            T.copy(slopes, slopes16)
-                            T.copy(slopes16, b_tile)
-                            T.fence_proxy_async()
-                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
-                            T.mbarrier_arrive(made)
-                            multiply_states(o_tile, s_tile, query_part, p, s_full, n % 2)
                             T.wgmma_gemm(a_tile, k_tile[0, :, :], query_sum)
+                            T.wait_wgmma(1)
                             for a, b in T.Parallel(C, C):
-                                pull[a, b] = pull[a, b] + slopes[a, b] * scores[a, b]
-                            T.reduce_sum(pull, row_sum, dim=1)
+                                asked[a, b] = asked[a, b] + written[a, b] * scores[a, b]
+                            multiply_states(o_tile, s_tile, query_part, p, s_full, n % 2)
+                            T.reduce_sum(asked, row_sum, dim=1)
                             for a, b in T.Parallel(C, C):
                                 if a >= HALF:
-                                    lower_pull[a - HALF, b] = pull[a, b]
+                                    lower_pull[a - HALF, b] = asked[a, b]
                             for a, b in T.Parallel(C, C):
                                 if a < HALF and b < HALF:
-                                    upper_pull[a, b] = pull[a, b]
+                                    upper_pull[a, b] = asked[a, b]
                             T.copy(row_sum, pulls[p, :])
                             T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
                             if thread < C:
@@ -302,6 +305,8 @@ def build_gradients(spec: KernelSpec):
                             fold_part(query_part, query_sum, query_factor, q_tile, query_dot)
                             T.copy(query_dot, asked_dot[p, :])
                             T.mbarrier_arrive(summed[p])
+                            # Here and not in front of the next products, where it would wait for stores of results.
+                            T.fence_proxy_async()
                             n = n + 1
                         if l2norm:
                             unnormalize(query_sum, query_part, query_dot, query_factor, q_tile, q_norm)
@@ -316,6 +321,8 @@ def build_gradients(spec: KernelSpec):
                 key_part = T.alloc_fragment((C, K), f32)
                 key_factor = T.alloc_fragment((C,), f32)
                 key_dot = T.alloc_fragment((C,), f32)
+                left_dot = T.alloc_fragment((C,), f32)
+                overlap = T.alloc_fragment((64, 64), f32)
                 for turn in T.serial(turns):
                     item = T.alloc_var(i32, init=turn * blocks + block)
                     chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -330,24 +337,31 @@ def build_gradients(spec: KernelSpec):
                             multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
                             T.copy(grow[p, :], key_factor)
                             T.wait_wgmma(0)
-                            for h in T.unroll(PANELS):
-                                T.mbarrier_arrive(s_free[h])
                             T.mbarrier_wait_parity(keys_ready, done % 2)
                             fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
-                            T.copy(key_dot, recalled_dot[p, :])
                             multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
                             T.copy(fade[p, :], key_factor)
+                            # The diagonal of S^T dS'^T^T, 64 rows of V on 64, sums to <S, dS'>.
+                            T.wgmma_gemm(s_tile[0, :, :], d_tile[0, :, :], overlap, transpose_B=True, clear_accum=True)
+                            if PANELS == 2:
+                                T.wgmma_gemm(s_tile[1, :, :], d_tile[1, :, :], overlap, transpose_B=True)
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(s_free[h])
                                 T.mbarrier_arrive(d_free[h])
                             T.mbarrier_arrive(rows_free[p])
-                            fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
-                            T.copy(key_dot, leaving_dot[p, :])
-                            T.mbarrier_arrive(summed[p])
+                            fold_part(key_part, key_sum, key_factor, k_tile, left_dot)
                             T.mbarrier_wait_parity(made, n % 2)
                             T.wgmma_gemm(a_tile, q_tile[0, :, :], key_sum, transpose_A=True)
                             T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum)
                             T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum, transpose_A=True)
+                            T.copy(key_dot, recalled_dot[p, :])
+                            T.copy(left_dot, leaving_dot[p, :])
+                            for a, b in T.Parallel(64, 64):
+                                if a == b:
+                                    carried[p, a] = overlap[a, b]
+                            T.mbarrier_arrive(summed[p])
+                            T.fence_proxy_async()
                             T.wait_wgmma(0)
                             T.mbarrier_arrive(taken)
                             n = n + 1
@@ -420,11 +434,10 @@ def build_gradients(spec: KernelSpec):
                             done = done + 1
                 else:
                     row = T.alloc_var(i32, init=thread - 2 * GROUP - 2 * WARP)
-                    left = T.alloc_local((8,), dtype)
-                    right = T.alloc_local((8,), dtype)
                     last_start = T.alloc_var(i32, init=0)
                     last_length = T.alloc_var(i32, init=0)
                     last_head = T.alloc_var(i32, init=0)
+                    last_strength = T.alloc_var(f32, init=0.0)
                     for turn in T.serial(turns):
                         item = T.alloc_var(i32, init=turn * blocks + block)
                         chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -434,6 +447,9 @@ def build_gradients(spec: KernelSpec):
                         if length > 0:
                             for j in T.serial(ratio):
                                 p = T.alloc_var(i32, init=n % 2)
+                                strength = T.alloc_var(f32, init=0.0)
+                                if row < length:
+                                    strength = T.cast(beta[start + row, offset + place + j], f32)
                                 T.mbarrier_wait_parity(rows_full[p], (n // 2) % 2)
                                 if length < C:
                                     for h in T.unroll(PANELS):
@@ -474,31 +490,15 @@ def build_gradients(spec: KernelSpec):
                                         pulls,
                                         diagonal,
                                         keep,
-                                        beta,
+                                        last_strength,
                                         dg,
                                         dbeta,
                                         partial,
                                     )
-                                product = T.alloc_var(f32, init=0.0)
-                                for h in T.unroll(PANELS):
-                                    T.mbarrier_wait_parity(s_full[h], n % 2)
-                                    T.mbarrier_wait_parity(d_full[h], n % 2)
-                                    for step in T.serial(K // 8):
-                                        for e in T.vectorized(8):
-                                            left[e] = s_tile[h, row, step * 8 + e]
-                                        for e in T.vectorized(8):
-                                            right[e] = d_tile[h, row, step * 8 + e]
-                                        for e in T.unroll(8):
-                                            product = product + T.cast(left[e], f32) * T.cast(right[e], f32)
-                                    T.mbarrier_arrive(s_free[h])
-                                    T.mbarrier_arrive(d_free[h])
-                                for level in T.unroll(5):
-                                    product = product + T.shfl_xor(product, 16 >> level)
-                                if row % WARP == 0:
-                                    carried[p, row // WARP] = product
                                 last_start = start
                                 last_length = length
                                 last_head = offset + place + j
+                                last_strength = strength
                                 n = n + 1
                     if n > 0:
                         T.mbarrier_wait_parity(summed[(n - 1) % 2], ((n - 1) // 2) % 2)
@@ -515,7 +515,7 @@ def build_gradients(spec: KernelSpec):
                             pulls,
                             diagonal,
                             keep,
-                            beta,
+                            last_strength,
                             dg,
                             dbeta,
                             partial,

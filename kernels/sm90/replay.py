@@ -57,7 +57,7 @@ def build_replay(spec: KernelSpec):
             k_tile = T.alloc_shared((STAGES, C, K), dtype)
             v_tile = T.alloc_shared((STAGES, C, V), dtype)
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
-            s_tile = T.alloc_shared((V // 64, K // 64, 64, 64), dtype)
+            s_tile = T.alloc_shared((K // 64, V // 64, 64, 64), dtype)
             u_tile = T.alloc_shared((V // 64, C, 64), dtype)
             grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
             fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
@@ -82,7 +82,7 @@ def build_replay(spec: KernelSpec):
                 T.set_max_nreg(config.roles[0].registers, 1)
                 state = T.alloc_fragment((V, K), f32)
                 state16 = T.alloc_fragment((V, K), dtype)
-                panels16 = T.alloc_fragment((V // 64, K // 64, 64, 64), dtype)
+                panels16 = T.alloc_fragment((K // 64, V // 64, 64, 64), dtype)
                 recalled = T.alloc_fragment((V, C), f32)
                 recalled16 = T.alloc_fragment((V, C), dtype)
                 value = T.alloc_fragment((V, C), f32)
@@ -120,7 +120,7 @@ def build_replay(spec: KernelSpec):
                         policy=FULL_ROW,
                     )
                     for a, b in T.Parallel(V, K):
-                        panels16[a // 64, b // 64, a % 64, b % 64] = T.cast(state[a, b], dtype)
+                        panels16[b // 64, a // 64, a % 64, b % 64] = T.cast(state[a, b], dtype)
                     store_panels(panels16, s_tile, states, chunk + i, place, group, K, 1)
                     T.wait_wgmma(1)
                     for a, b in T.Parallel(V, C):

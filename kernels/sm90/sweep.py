@@ -30,6 +30,7 @@ from flashqla_cp.kernels.tuning import sweep_config
 
 FULL_ROW = T.GemmWarpPolicy.FullRow
 SCORERS, WARP = 128, 32
+SCORED = 2  # scores that wait at most
 
 
 def build_summary_grad(spec: KernelSpec):
@@ -57,7 +58,9 @@ def _build(spec: KernelSpec, *, stores: bool):
     qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
 
     @T.macro
-    def recur(state, count, at, o_tile, q_tile, k_tile, t_tile, p_tile, grow, fade, keep, ready, free, thread, leaving):
+    def recur(
+        state, count, at, o_tile, q_tile, k_tile, t_tile, p_tile, grow, fade, keep, ready, free, scored, thread, leaving
+    ):
         """Run `count` chunks back from number at[0], of the stream, whose tokens at[1].. end at at[2]."""
         state16 = T.alloc_fragment((V, K), dtype)
         recalled = T.alloc_fragment((V, C), f32)
@@ -69,8 +72,8 @@ def _build(spec: KernelSpec, *, stores: bool):
         slot = T.alloc_var(i32, init=0)
         phase = T.alloc_var(i32, init=0)
         if stores:
-            s_tile, v_tile, dstates, dv, head, place = leaving
-            panels16 = T.alloc_fragment((V // 64, K // 64, 64, 64), dtype)
+            s_tile, dstates, dv, head, place = leaving
+            panels16 = T.alloc_fragment((K // 64, V // 64, 64, 64), dtype)
             leaving16 = T.alloc_fragment((V // 64, C, 64), dtype)
             group = T.alloc_var(i32, init=thread // 128)
             T.annotate_layout({leaving16: transposed_accumulator(V), panels16: accumulator_panels(V, K)})
@@ -80,13 +83,14 @@ def _build(spec: KernelSpec, *, stores: bool):
             T.copy(fade[slot, :], factor)
             T.wgmma_gemm(state16, k_tile[slot, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW)
             T.wgmma_gemm(
-                o_tile[slot, :, :], p_tile[slot, :, :], direct, transpose_A=True, clear_accum=True, policy=FULL_ROW
+                o_tile[slot, :, :], p_tile[i % SCORED, :, :], direct, transpose_A=True, clear_accum=True, policy=FULL_ROW
             )
             if stores:
                 for a, b in T.Parallel(V, K):
-                    panels16[a // 64, b // 64, a % 64, b % 64] = T.cast(state[a, b], dtype)
-                store_panels(panels16, s_tile, dstates, at[0] - i, place, group, K, 1)
+                    panels16[b // 64, a // 64, a % 64, b % 64] = T.cast(state[a, b], dtype)
+                store_panels(panels16, s_tile, dstates, at[0] - i, place, group, K, 0)
             T.wait_wgmma(0)
+            T.mbarrier_arrive(scored[i % SCORED])
             for a, b in T.Parallel(V, C):
                 direct16[a, b] = direct[a, b] + recalled[a, b] * factor[b]
             T.wgmma_gemm(direct16, t_tile[slot, :, :], right, clear_accum=True, policy=FULL_ROW)
@@ -101,7 +105,7 @@ def _build(spec: KernelSpec, *, stores: bool):
             if stores:
                 for a, b in T.Parallel(V, C):
                     leaving16[a // 64, b, a % 64] = T.cast(right[a, b], dtype)
-                store_tokens(leaving16, v_tile, dv, at[1] - i * C, at[2], head, group, thread, K // 64)
+                store_tokens(leaving16, s_tile, dv, at[1] - i * C, at[2], head, group, thread, 0)
             T.wait_wgmma(0)
             T.mbarrier_arrive(free[slot])
             slot = slot + 1
@@ -113,7 +117,7 @@ def _build(spec: KernelSpec, *, stores: bool):
 
     @T.macro
     def score_ahead(
-        count, start, end, row, o_tile, q_tile, k_tile, p_tile, gate, k_scale, grow, fade, keep, full, ready, scale
+        count, start, end, row, o_tile, q_tile, k_tile, p_tile, gate, k_scale, grow, fade, keep, full, ready, scored, scale
     ):
         """What the recurrence needs of chunks that begin at `start`, `start` - C, .."""
         q_scale = T.alloc_shared((C,), f32)
@@ -144,7 +148,8 @@ def _build(spec: KernelSpec, *, stores: bool):
                 fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
                 if row == C - 1:
                     keep[slot] = grown
-            score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, log_scale, dtype, l2norm)
+            T.mbarrier_wait_parity(scored[i % SCORED], (i // SCORED) % 2 ^ 1)
+            score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, i % SCORED, log_scale, dtype, l2norm)
             T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
             scale_rows(q_tile, read, slot, row, K, dtype)
             T.fence_proxy_async()
@@ -209,9 +214,8 @@ def _build(spec: KernelSpec, *, stores: bool):
                 k_tile = T.alloc_shared((STAGES, C, K), dtype)
                 o_tile = T.alloc_shared((STAGES, C, V), dtype)
                 t_tile = T.alloc_shared((STAGES, C, C), dtype)
-                p_tile = T.alloc_shared((STAGES, C, C), dtype)
-                s_tile = T.alloc_shared((V // 64, K // 64, 64, 64), dtype)
-                v_tile = T.alloc_shared((V // 64, C, 64), dtype)
+                p_tile = T.alloc_shared((SCORED, C, C), dtype)
+                s_tile = T.alloc_shared((K // 64, V // 64, 64, 64), dtype)
                 grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
                 fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
                 keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
@@ -220,9 +224,8 @@ def _build(spec: KernelSpec, *, stores: bool):
                 full = T.alloc_barrier([WARP] * STAGES)
                 ready = T.alloc_barrier([SCORERS] * STAGES)
                 free = T.alloc_barrier([WORKERS] * STAGES)
-                T.annotate_layout(
-                    {s_tile: make_full_bank_swizzled_layout(s_tile), v_tile: make_full_bank_swizzled_layout(v_tile)}
-                )
+                scored = T.alloc_barrier([WORKERS] * SCORED)
+                T.annotate_layout({s_tile: make_full_bank_swizzled_layout(s_tile)})
                 thread = T.get_thread_binding()
                 place = T.alloc_var(i32, init=T.truncmod(block, slab))
                 head = T.alloc_var(i32, init=offset + place)
@@ -260,8 +263,9 @@ def _build(spec: KernelSpec, *, stores: bool):
                         keep,
                         ready,
                         free,
+                        scored,
                         thread,
-                        (s_tile, v_tile, dstates, dv, head, place),
+                        (s_tile, dstates, dv, head, place),
                     )
                     if initial_grad and count > 0 and table[segment, column.ENTRY] < 0:
                         T.copy(state, dentry[chain, head, 0:V, 0:K])
@@ -283,6 +287,7 @@ def _build(spec: KernelSpec, *, stores: bool):
                         keep,
                         full,
                         ready,
+                        scored,
                         scale,
                     )
                 else:
@@ -328,7 +333,7 @@ def _build(spec: KernelSpec, *, stores: bool):
             k_tile = T.alloc_shared((STAGES, C, K), dtype)
             o_tile = T.alloc_shared((STAGES, C, V), dtype)
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
-            p_tile = T.alloc_shared((STAGES, C, C), dtype)
+            p_tile = T.alloc_shared((SCORED, C, C), dtype)
             grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
             fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
             keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
@@ -337,6 +342,7 @@ def _build(spec: KernelSpec, *, stores: bool):
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([SCORERS] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
+            scored = T.alloc_barrier([WORKERS] * SCORED)
             thread = T.get_thread_binding()
             head = T.alloc_var(i32, init=T.truncmod(block, HV))
             segment = T.alloc_var(i32, init=T.truncdiv(block, HV))
@@ -377,6 +383,7 @@ def _build(spec: KernelSpec, *, stores: bool):
                         keep,
                         ready,
                         free,
+                        scored,
                         thread,
                         None,
                     )
@@ -399,6 +406,7 @@ def _build(spec: KernelSpec, *, stores: bool):
                         keep,
                         full,
                         ready,
+                        scored,
                         scale,
                     )
                 else:

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
+import pytest
 import torch
 
 from flashqla_cp import chunk_gated_delta_rule
+from flashqla_cp.kernels.host import tables
 from flashqla_cp.testing.metrics import relative_l2
 from flashqla_cp.testing.oracle import gated_delta_rule_oracle
 
 NAMES = ("q", "k", "v", "g", "beta", "initial_state")
 BARS = {"q": 1e-2, "k": 1e-2, "v": 1e-2, "g": 2e-2, "beta": 1e-2, "initial_state": 1e-2}
+
+
+@contextmanager
+def finely(chunks=2):
+    """Cut chains into segments of so many chunks, so that short documents have several in a row."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tables, "segment_chunks", lambda *_: chunks)
+        yield
 
 
 def upstream(o, state, seed=3):

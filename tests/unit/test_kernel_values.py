@@ -8,6 +8,8 @@ import torch
 
 from flashqla_cp.kernels import settings, tuning
 from flashqla_cp.kernels.arch import ARCHES, Arch, arch_by_name, detect
+from flashqla_cp.kernels.host.backward import SCRATCH_BUDGET
+from flashqla_cp.kernels.host.memory import training_bytes
 from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 SM90, SM100 = ARCHES["sm_90a"], ARCHES["sm_100a"]
@@ -98,6 +100,33 @@ def test_tensor_memory_columns_are_a_power_of_two():
         tuning.tensor_memory_columns(SM100, [512, 32])
     with pytest.raises(ValueError, match="at most 0 on sm_90a"):
         tuning.tensor_memory_columns(SM90, [32])
+
+
+@pytest.mark.parametrize(
+    ("heads", "ratio", "budget", "slabs"),
+    [
+        (32, 2, 10**9, [(0, 32)]),
+        (32, 2, 900, [(0, 8), (8, 8), (16, 8), (24, 8)]),
+        (12, 4, 799, [(0, 4), (4, 4), (8, 4)]),
+        (10, 2, 600, [(0, 4), (4, 6)]),
+        (6, 3, 1, [(0, 3), (3, 3)]),
+        (1, 1, 0, [(0, 1)]),
+    ],
+)
+def test_slabs_are_whole_groups_within_the_budget(heads, ratio, budget, slabs):
+    assert tuning.head_slabs(heads, ratio, 100, budget) == slabs
+    assert all(count * 100 <= budget or count == ratio for _, count in slabs)
+
+
+def test_training_bytes_follow_the_sizes():
+    sizes = {"num_heads": 16, "num_v_heads": 32, "head_dim": 128, "processors": 132}
+    said = training_bytes(65536, 1, **sizes)
+    assert said.scratch <= SCRATCH_BUDGET + 2 * 65536 * 32 * 4 + 32 * 64 * 128 * 128 * 4
+    inverse = (65536 // 64 + 1) * 32 * 64 * 64 * 2
+    assert inverse < said.saved < 2 * inverse
+    assert training_bytes(65536, 1, **sizes, exchanged=True).saved > said.saved
+    more = training_bytes(65536, 1, **sizes, num_entries=1).saved
+    assert more == said.saved + 32 * 128 * 128 * 4 + 4
 
 
 @pytest.mark.parametrize(
