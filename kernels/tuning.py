@@ -14,6 +14,8 @@ REGISTER_STEP = 8
 LEAST_REGISTERS = 24
 TENSOR_MEMORY_STEP = 32
 GATE_GRAD_TOKENS = 256  # of a block
+SCRATCH_BUDGET = 768 << 20  # bytes of all that backward's stages leave to one another
+WIDEST_CHUNK_BYTES = 2 * (2 * 128 * 128 + 64 * 128)  # of these, of a chunk and a value head of 128
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,14 +213,16 @@ def segment_chunks(num_tokens: int, num_v_heads: int, processors: int) -> int:
     """Chunks of a segment at most: how finely one device cuts chains so that all its multiprocessors have work.
 
     A function of the stream's length and not of its documents, so that padding offsets with empty ones changes no bit;
-    shorter documents are not cut. One block runs one segment of one head; a further segment costs about two chunks'
-    time, for the maps and for the step of the chain.
+    shorter documents are not cut. One block runs one segment of one head, in backward of a slab's heads; a further
+    segment costs about two chunks' time, for the maps and for the step of the chain.
     """
     chunks = max(-(num_tokens // -64), 1)
+    slabs = head_slabs(num_v_heads, 1, chunks * WIDEST_CHUNK_BYTES, SCRATCH_BUDGET)
+    heads = max(count for _, count in slabs)
     best, least = chunks, float("inf")
     for pieces in range(1, min(chunks, 64) + 1):
         length = -(chunks // -pieces)
-        waves = -(num_v_heads * pieces // -processors)
+        waves = len(slabs) * -(heads * pieces // -processors)
         cost = waves * length * (1 + 0.25 * (pieces > 1)) + 2 * (pieces - 1)
         if cost < least:
             best, least = length, cost

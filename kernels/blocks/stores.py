@@ -55,9 +55,7 @@ def store_transposed(values16, tile, out, chunk, place, group, pending):
     T.copy(values16, tile)
     T.fence_proxy_async()
     T.sync_threads(barrier_id=FIRST_BARRIER + group % 2, arrive_count=128)
-    T.tma_copy(
-        tile[group, 0:C, 0:64], out[chunk, place, 0:C, group * 64 : group * 64 + 64], leader_scope_threads=128
-    )
+    T.tma_copy(tile[group, 0:C, 0:64], out[chunk, place, 0:C, group * 64 : group * 64 + 64], leader_scope_threads=128)
 
 
 @T.macro

@@ -16,9 +16,7 @@ from flashqla_cp.kernels.chunks import CHUNK
 from flashqla_cp.kernels.host.chunked import EXACT, Entries, Inputs, Maps, Solved, entry_arguments, spec_of
 from flashqla_cp.kernels.host.launcher import launch
 from flashqla_cp.kernels.host.tables import Tables
-from flashqla_cp.kernels.tuning import GATE_GRAD_TOKENS, head_slabs
-
-SCRATCH_BUDGET = 768 << 20
+from flashqla_cp.kernels.tuning import GATE_GRAD_TOKENS, SCRATCH_BUDGET, head_slabs
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.backward import SCRATCH_BUDGET, slab_parts
+from flashqla_cp.kernels.host.backward import slab_parts
 from flashqla_cp.kernels.host.tables import TableSizes
-from flashqla_cp.kernels.tuning import head_slabs
+from flashqla_cp.kernels.tuning import SCRATCH_BUDGET, head_slabs
 
 WIDE = 4  # bytes of fp32 and int32
 

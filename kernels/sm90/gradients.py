@@ -116,7 +116,22 @@ def build_gradients(spec: KernelSpec):
 
     @T.macro
     def finish(
-        p, row, start, length, head, carried, dot, leaving, total, pulls, diagonal, keep, given_strength, dg, dbeta, partial
+        p,
+        row,
+        start,
+        length,
+        head,
+        carried,
+        dot,
+        leaving,
+        total,
+        pulls,
+        diagonal,
+        keep,
+        given_strength,
+        dg,
+        dbeta,
+        partial,
     ):
         """Gradients of a chunk's gates and write strengths from the sums over its tokens; 64 threads."""
         warp = T.alloc_var(i32, init=row // WARP)
@@ -264,17 +279,13 @@ def build_gradients(spec: KernelSpec):
                             T.copy(pair16, b_tile)
                             T.fence_proxy_async()
                             T.mbarrier_wait_parity(keys_ready, done % 2)
-                            T.wgmma_gemm(
-                                q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
-                            )
+                            T.wgmma_gemm(q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True)
                             T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
                             T.mbarrier_arrive(made)
                             T.wait_wgmma(0)
                             for a, b in T.Parallel(C, C):
                                 asked[a, b] = T.if_then_else(a > b, asked[a, b] * scores[a, b], 0.0)
-                            T.wgmma_gemm(
-                                k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True
-                            )
+                            T.wgmma_gemm(k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True)
                             T.wgmma_gemm(a_tile, k_tile[0, :, :], query_sum)
                             T.wait_wgmma(1)
                             for a, b in T.Parallel(C, C):

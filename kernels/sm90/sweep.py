@@ -83,7 +83,12 @@ def _build(spec: KernelSpec, *, stores: bool):
             T.copy(fade[slot, :], factor)
             T.wgmma_gemm(state16, k_tile[slot, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW)
             T.wgmma_gemm(
-                o_tile[slot, :, :], p_tile[i % SCORED, :, :], direct, transpose_A=True, clear_accum=True, policy=FULL_ROW
+                o_tile[slot, :, :],
+                p_tile[i % SCORED, :, :],
+                direct,
+                transpose_A=True,
+                clear_accum=True,
+                policy=FULL_ROW,
             )
             if stores:
                 for a, b in T.Parallel(V, K):
@@ -117,7 +122,23 @@ def _build(spec: KernelSpec, *, stores: bool):
 
     @T.macro
     def score_ahead(
-        count, start, end, row, o_tile, q_tile, k_tile, p_tile, gate, k_scale, grow, fade, keep, full, ready, scored, scale
+        count,
+        start,
+        end,
+        row,
+        o_tile,
+        q_tile,
+        k_tile,
+        p_tile,
+        gate,
+        k_scale,
+        grow,
+        fade,
+        keep,
+        full,
+        ready,
+        scored,
+        scale,
     ):
         """What the recurrence needs of chunks that begin at `start`, `start` - C, .."""
         q_scale = T.alloc_shared((C,), f32)
