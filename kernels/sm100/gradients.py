@@ -118,13 +118,13 @@ def build_gradients(spec: KernelSpec):
                 mix[a, C + half * PART + b] = T.cast(0.0, dtype)
 
     @T.macro
-    def load_rows(source, start, head, tile, offset, barrier):
+    def load_rows(source, start, head, tile, offset, barriers, index):
         """source[start : start + C, head, :] to tile[offset :]: swizzled tiles lie by 64 columns."""
         for half in T.unroll(tile.shape[1] // 64):
             T.tma_copy(
                 source[start : start + C, head, half * 64 : half * 64 + 64],
                 tile[offset : offset + C, half * 64 : half * 64 + 64],
-                barrier=barrier,
+                barrier=barriers[index],
             )
 
     @T.macro
@@ -178,7 +178,7 @@ def build_gradients(spec: KernelSpec):
             similar_sum = T.alloc_tmem((2 * C, C), f32)  # Q K^T, K K^T
             pair_sum = T.alloc_tmem((2 * C, C), f32)  # dO U^T, dR U^T
             full_keys = T.alloc_barrier([WARP])
-            full_rows = T.alloc_barrier([WARP])
+            full_rows = T.alloc_barrier([WARP] * 2)  # who waits may be a value head behind
             full_states = T.alloc_barrier([WARP])
             free_keys = T.alloc_barrier([READERS])
             done = T.alloc_barrier([1] * PRODUCTS)
@@ -213,7 +213,7 @@ def build_gradients(spec: KernelSpec):
                         T.clear(totals[0])
                         T.clear(totals[1])
                         for _head in T.serial(ratio):
-                            T.mbarrier_wait_parity(full_rows, step % 2)
+                            T.mbarrier_wait_parity(full_rows[step % 2], step // 2 % 2)
                             take(done, PAIRED, step % 2)
                             T.mbarrier_wait_parity(told, step % 2 ^ 1)
                             weigh(
@@ -278,7 +278,7 @@ def build_gradients(spec: KernelSpec):
                         else:
                             T.fill(own, 1.0)
                         for head in T.serial(ratio):
-                            T.mbarrier_wait_parity(full_rows, step % 2)
+                            T.mbarrier_wait_parity(full_rows[step % 2], step // 2 % 2)
                             for a in T.Parallel(2 * C):
                                 grow[a] = T.exp2(gate[step % 2, a % C]) * T.if_then_else(a < C, scale, -1.0)
                                 fade[a] = T.if_then_else(
@@ -368,7 +368,7 @@ def build_gradients(spec: KernelSpec):
                                 clear_rows(keys, 0, length, lane, WARP)
                                 clear_rows(keys, C, length, lane, WARP)
                             for head in T.serial(ratio):
-                                take(full_rows, 0, step % 2)
+                                take(full_rows, step % 2, step // 2 % 2)
                                 if length < C:
                                     clear_rows(rows, 0, length, lane, WARP)
                                     clear_rows(rows, C, length, lane, WARP)
@@ -397,8 +397,8 @@ def build_gradients(spec: KernelSpec):
                         if chunk_table[chunk, 1] > 0:
                             T.mbarrier_wait_parity(free_keys, turn % 2 ^ 1)
                             T.fence_proxy_async()  # others wrote there, as ordinary threads; so below
-                            load_rows(q, start, key_head, keys, 0, full_keys)
-                            load_rows(k, start, key_head, keys, C, full_keys)
+                            load_rows(q, start, key_head, keys, 0, full_keys, 0)
+                            load_rows(k, start, key_head, keys, C, full_keys, 0)
                             T.mbarrier_arrive(full_keys)
                             for member in T.serial(ratio):
                                 place = T.alloc_var("int32", init=group * ratio + member)
@@ -406,16 +406,16 @@ def build_gradients(spec: KernelSpec):
                                 T.mbarrier_wait_parity(done[READ], step % 2 ^ 1)
                                 T.mbarrier_wait_parity(dotted, step % 2 ^ 1)
                                 T.fence_proxy_async()
-                                T.tma_copy(decay[chunk, head, 0:C], gate[step % 2, :], barrier=full_rows)
-                                load_rows(do, start, head, rows, 0, full_rows)
-                                load_rows(dv, start, head, rows, C, full_rows)
+                                T.tma_copy(decay[chunk, head, 0:C], gate[step % 2, :], barrier=full_rows[step % 2])
+                                load_rows(do, start, head, rows, 0, full_rows, step % 2)
+                                load_rows(dv, start, head, rows, C, full_rows, step % 2)
                                 for half in T.unroll(V // 64):
                                     T.tma_copy(
                                         values16[chunk, place, 0:C, half * 64 : half * 64 + 64],
                                         rows[3 * C : 4 * C, half * 64 : half * 64 + 64],
-                                        barrier=full_rows,
+                                        barrier=full_rows[step % 2],
                                     )
-                                T.mbarrier_arrive(full_rows)
+                                T.mbarrier_arrive(full_rows[step % 2])
                                 T.tma_copy(states16[chunk, place, 0:V, 0:K], s_tile, barrier=full_states)
                                 T.tma_copy(dstates16[chunk, place, 0:V, 0:K], ds_tile, barrier=full_states)
                                 T.mbarrier_arrive(full_states)
@@ -432,7 +432,7 @@ def build_gradients(spec: KernelSpec):
                         if length > 0:
                             for member in T.serial(ratio):
                                 head = T.alloc_var("int32", init=first + T.truncmod(item, groups) * ratio + member)
-                                T.mbarrier_wait_parity(full_rows, step % 2)
+                                T.mbarrier_wait_parity(full_rows[step % 2], step // 2 % 2)
                                 keep = T.alloc_var(f32, init=T.exp2(gate[step % 2, C - 1]))
                                 T.mbarrier_wait_parity(full_states, step % 2)
                                 product = T.alloc_var(f32, init=0.0)
