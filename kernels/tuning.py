@@ -141,13 +141,29 @@ def sweep_config(spec: KernelSpec, *, stores: bool) -> TileConfig:
     """Launch shape of the gradients' recurrence: as forward, with two tiles of scores and one in which states leave."""
     leaving = 2 * spec.dim("head_dim") ** 2 if stores else 0
     registers = {"workers": 192, "scorers": 104, "copier": 24}
+    if spec.target.mma == "tcgen05":
+        registers = {"workers": 184, "scorers": 80, "feeders": 64}
+        beside = 2 * spec.dim("head_dim") * (spec.dim("head_dim") + 64) if stores else 0
+        return _sweep_config(spec, 2, True, 3, registers, beside=beside)
     return _sweep_config(spec, 2, False, 3, registers, beside=leaving + 2 * 2 * 64 * 64)
 
 
 def gradients_config(spec: KernelSpec) -> TileConfig:
-    """Launch shape of the chunkwise gradients: two warpgroups that multiply, and one that serves them."""
+    """Launch shape of the chunkwise gradients: two warpgroups that multiply, and one that serves them.
+
+    With tcgen05 one that scores, one that reads states, one that serves: six tiles of tokens, two states, a square of
+    all rows, and sums of fp32.
+    """
     chunk, width = 64, spec.dim("head_dim")
     tile, square = 2 * chunk * width, 2 * chunk * chunk
+    if spec.target.mma == "tcgen05":
+        registers = {"scorers": 208, "readers": 200, "feeders": 96}
+        return TileConfig(
+            roles=tuple(Role(name=name, threads=WARPGROUP, registers=count) for name, count in registers.items()),
+            stages=1,
+            shared_bytes=6 * tile + 2 * 2 * width * width + 4 * square + 4 * chunk * (chunk + 1) + 6144,
+            tensor_memory_columns=tensor_memory_columns(spec.target, [width, width, width, chunk, chunk]),
+        )
     tiles = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square
     shared = tiles + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
     roles = (
@@ -172,9 +188,9 @@ def _sweep_config(
     With sums in tensor memory so are the left operands for heads of 128 (a state, two of a chunk's), else shared.
     """
     chunk, width = 64, spec.dim("head_dim")
-    tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * 4
+    tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * (5 if scores else 4)
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
-    fixed = 1024 + ((tile if scores else 0) if beside is None else beside)
+    fixed = 4096 + ((tile if scores else 0) if beside is None else beside)  # barriers, scales, alignment
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]

@@ -15,3 +15,14 @@ def clear_tail(tile, slot, length, thread, threads, columns, dtype):
         row = (step * threads + thread) // columns
         if row >= length:
             tile[slot, row, (step * threads + thread) % columns] = T.cast(0.0, dtype)
+
+
+@T.macro
+def clear_rows(tile, offset, length, thread, threads):
+    """Zero rows offset + length to offset + CHUNK of tile [rows, columns], by 8 elements; fences as for clear_tail."""
+    words = tile.shape[1] // 8
+    for step in T.serial(CHUNK * words // threads):
+        row = (step * threads + thread) // words
+        if row >= length:
+            for e in T.vectorized(8):
+                tile[offset + row, (step * threads + thread) % words * 8 + e] = T.cast(0.0, tile.dtype)

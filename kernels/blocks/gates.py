@@ -28,3 +28,9 @@ def spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm):
     fade[slot, row] = T.exp2(gate[slot, CHUNK - 1] - gate[slot, row]) * key
     if row == CHUNK - 1:
         keep[slot] = grown
+
+
+def alloc_gates(stages: int):
+    """gate, k_scale, grow, fade [stages, CHUNK] and keep [stages], as spread_gate wants them."""
+    vectors = [T.alloc_shared((stages, CHUNK), "float32") for _ in range(4)]
+    return *vectors, T.alloc_shared((stages,), "float32")

@@ -40,3 +40,13 @@ def hand_over(state, state16, operand, sums, keep, barriers, index, shared):
 def operand_allocator(rows: int):
     """Where left operands of products of `rows` rows go: from tensor memory the instruction takes full rows only."""
     return T.alloc_tmem if rows == 128 else T.alloc_shared
+
+
+def alloc_recurrence(V: int, K: int, chunk: int, sums: int, dtype: str):
+    """Tensor memory of a recurrence: the state's sum [V, K], `sums` sums [V, chunk], and left operands: (all), (all).
+
+    The operands are a state's and two of a chunk. Sizes fall, as the allocator of tensor memory wants.
+    """
+    alloc = operand_allocator(V)
+    summed = [T.alloc_tmem((V, width), "float32") for width in (K, *[chunk] * sums)]
+    return summed, [alloc((V, width), dtype) for width in (K, chunk, chunk)]

@@ -18,20 +18,26 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 """
 
 import tilelang.language as T
-from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import spread_gate
 from flashqla_cp.kernels.blocks.mma import issue
+from flashqla_cp.kernels.blocks.outlets import (
+    alloc_outlet,
+    close_outlets,
+    fill_rows,
+    open_outlets,
+    outlet_layouts,
+    send_rows,
+)
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
-from flashqla_cp.kernels.blocks.tensor_memory import give, hand_over, operand_allocator, take
+from flashqla_cp.kernels.blocks.tcgen05_scores import SCORERS, alloc_scored, finish_scores, start_scores
+from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import forward_config
 
-L2_EPS = 1e-6
-SCORERS, WARP = 128, 32
+WARP = 32
 # Products that the workers wait for, and what they give to the warp that issues: once a chunk each.
 RECALLED, QUERIED, VALUED, UPDATED, PRODUCTS = range(5)
 STATE, CORRECTION, FADED, VALUE, EMPTY, GIFTS = range(6)
@@ -39,12 +45,11 @@ STATE, CORRECTION, FADED, VALUE, EMPTY, GIFTS = range(6)
 
 def build_forward(spec: KernelSpec):
     """dims: head_dim (K = V), ratio (HV / H). dtypes: qkv. flags: initial_state, final_state, l2norm."""
+    has_initial, has_final, l2norm = (spec.has(flag) for flag in ("initial_state", "final_state", "l2norm"))
     K = V = spec.dim("head_dim")
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
     config = forward_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
-    has_initial, has_final, l2norm = (spec.has(flag) for flag in ("initial_state", "final_state", "l2norm"))
-    alloc_operand = operand_allocator(V)
     tokens, chunks, H, HV, segments, rows, chains, entries = (
         T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows", "chains", "entries")
     )
@@ -55,32 +60,6 @@ def build_forward(spec: KernelSpec):
 
     def states(number):
         return T.Tensor((number, HV, V, K), f32)
-
-    @T.macro
-    def store(out, o_tile, o, start, end, head, thread):
-        """One chunk's output."""
-        T.tma_store_wait(0)
-        T.sync_threads(barrier_id=2, arrive_count=WORKERS)
-        for a, b in T.Parallel(V, C):
-            o_tile[a // 64, b, a % 64] = T.cast(out[a, b], dtype)
-        T.fence_proxy_async()
-        T.sync_threads(barrier_id=2, arrive_count=WORKERS)
-        if start + C <= end:
-            for half in T.unroll(V // 64):
-                T.tma_copy(
-                    o_tile[half, 0:C, 0:64],
-                    o[start : start + C, head, half * 64 : half * 64 + 64],
-                    leader_scope_threads=WORKERS,
-                )
-        else:
-            for step in T.unroll(C * V // (8 * WORKERS)):
-                place = T.alloc_var("int32", init=step * WORKERS + thread)
-                token = T.alloc_var("int32", init=place // (V // 8))
-                if start + token < end:
-                    for e in T.vectorized(8):
-                        o[start + token, head, place % (V // 8) * 8 + e] = o_tile[
-                            place % (V // 8) // 8, token, place % 8 * 8 + e
-                        ]
 
     @T.prim_func
     def forward(
@@ -99,35 +78,19 @@ def build_forward(spec: KernelSpec):
         scale: T.float32,
     ):
         with T.Kernel(segments * HV, threads=config.threads) as block:
-            q_tile = T.alloc_shared((STAGES, C, K), dtype)
-            k_tile = T.alloc_shared((STAGES, C, K), dtype)
             v_tile = T.alloc_shared((STAGES, C, V), dtype)
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
-            p_tile = T.alloc_shared((STAGES, C, C), dtype)
-            o_tile = T.alloc_shared((V // 64, C, 64), dtype)
-            # Sizes fall, as the allocator of tensor memory wants.
-            state_sum = T.alloc_tmem((V, K), f32)
-            recalled_sum = T.alloc_tmem((V, C), f32)
-            value_sum = T.alloc_tmem((V, C), f32)
-            out_sum = T.alloc_tmem((V, C), f32)
-            state_operand = alloc_operand((V, K), dtype)
-            value_operand = alloc_operand((V, C), dtype)  # Y, then U
-            faded_operand = alloc_operand((V, C), dtype)
-            score_sum = T.alloc_tmem((C, C), f32)
+            o_tile = alloc_outlet(C, V, dtype)
+            sums, operands = alloc_recurrence(V, K, C, 3, dtype)
+            state_sum, recalled_sum, value_sum, out_sum = sums
+            state_operand, value_operand, faded_operand = operands  # the second of Y, then of U
+            x = alloc_scored(STAGES, K, dtype)
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([SCORERS] * STAGES)
             free = T.alloc_barrier([1] * STAGES)
             done = T.alloc_barrier([1] * PRODUCTS)
             given = T.alloc_barrier([WORKERS] * GIFTS)
-            scored = T.alloc_barrier([1])
-            grow = T.alloc_shared((STAGES, C), f32)  # -exp(G), with l2norm times 1 / |k|
-            read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
-            fade = T.alloc_shared((STAGES, C), f32)  # exp(Gc - G), with l2norm times 1 / |k|
-            keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
-            gate = T.alloc_shared((STAGES, C), f32)
-            k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
-            q_scale = T.alloc_shared((C,), f32)
-            T.annotate_layout({o_tile: make_full_bank_swizzled_layout(o_tile)})
+            T.annotate_layout(outlet_layouts(o_tile))
             thread = T.get_thread_binding()
             head = T.alloc_var("int32", init=T.truncmod(block, HV))
             segment = T.alloc_var("int32", init=T.truncdiv(block, HV))
@@ -159,22 +122,22 @@ def build_forward(spec: KernelSpec):
                     T.clear(state)
                 if count > 0:
                     T.mbarrier_wait_parity(ready[0], 0)
-                    hand_over(state, state16, state_operand, state_sum, keep[0], given, STATE, V == 64)
+                    hand_over(state, state16, state_operand, state_sum, x.keep[0], given, STATE, V == 64)
                 for i in T.serial(count):
                     take(done, RECALLED, i % 2)
                     T.copy(recalled_sum, narrow)
                     for a, b in T.Parallel(V, C):
-                        narrow16[a, b] = narrow[a, b] * grow[slot, b]
+                        narrow16[a, b] = narrow[a, b] * x.grow[slot, b]
                     T.copy(narrow16, value_operand)
                     give(given, CORRECTION, V == 64)
                     take(done, QUERIED, i % 2)
                     T.copy(out_sum, out)
                     for a, b in T.Parallel(V, C):
-                        out[a, b] = out[a, b] * read[slot, b]
+                        out[a, b] = out[a, b] * x.read[slot, b]
                     take(done, VALUED, i % 2)
                     T.copy(value_sum, narrow)
                     for a, b in T.Parallel(V, C):
-                        faded16[a, b] = narrow[a, b] * fade[slot, b]
+                        faded16[a, b] = narrow[a, b] * x.fade[slot, b]
                     T.copy(faded16, faded_operand)
                     give(given, FADED, V == 64)
                     T.copy(narrow, narrow16)
@@ -190,13 +153,16 @@ def build_forward(spec: KernelSpec):
                     take(done, UPDATED, i % 2)
                     T.copy(state_sum, state)
                     if i + 1 < count:
-                        hand_over(state, state16, state_operand, state_sum, keep[upcoming], given, STATE, V == 64)
+                        hand_over(state, state16, state_operand, state_sum, x.keep[upcoming], given, STATE, V == 64)
                     take(free, slot, phase)
                     T.copy(out_sum, narrow)
                     give(given, EMPTY, V == 64)
                     for a, b in T.Parallel(V, C):
                         out[a, b] = out[a, b] + narrow[a, b]
-                    store(out, o_tile, o, begin + i * C, end, head, thread)
+                    open_outlets(WORKERS)
+                    fill_rows(out, o_tile)
+                    close_outlets(WORKERS)
+                    send_rows(o_tile, o, begin + i * C, end, head, thread, WORKERS)
                     slot = upcoming
                     phase = turn
                 T.tma_store_wait(0)
@@ -207,53 +173,17 @@ def build_forward(spec: KernelSpec):
                 scores = T.alloc_fragment((C, C), f32)
                 scores16 = T.alloc_fragment((C, C), dtype)
                 row = T.alloc_var("int32", init=thread - WORKERS)
-                part = T.alloc_local((8,), dtype)
                 slot = T.alloc_var("int32", init=0)
                 phase = T.alloc_var("int32", init=0)
                 for i in T.serial(count):
                     length = T.alloc_var("int32", init=end - begin - i * C)
                     T.mbarrier_wait_parity(full[slot], phase)
                     if length < C:
-                        clear_tail(k_tile, slot, length, row, SCORERS, K, dtype)
+                        clear_tail(x.k, slot, length, row, SCORERS, K, dtype)
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
-                    if l2norm:
-                        # Two threads a row of Q. Norms are scales of rows, which the decays take in.
-                        square = T.alloc_var(f32, init=0.0)
-                        for j in T.serial(K // 16):
-                            for e in T.vectorized(8):
-                                part[e] = q_tile[slot, row // 2, row % 2 * (K // 2) + j * 8 + e]
-                            for e in T.unroll(8):
-                                square = square + T.cast(part[e], f32) * T.cast(part[e], f32)
-                        square = square + T.shfl_xor(square, 1)
-                        T.sync_threads(barrier_id=1, arrive_count=SCORERS)  # the last chunk's norms have been read
-                        if row % 2 == 0:
-                            q_scale[row // 2] = T.rsqrt(square + L2_EPS)
-                    # Tails are clear, norms are there, and the last chunk's sums have been read.
-                    T.tcgen05_before_thread_sync()
-                    T.sync_threads(barrier_id=1, arrive_count=SCORERS)
-                    T.tcgen05_after_thread_sync()
-                    issue(q_tile[slot, :, :], k_tile[slot, :, :], score_sum, scored)
-                    if row < C:
-                        query = T.alloc_var(f32, init=scale)
-                        if l2norm:
-                            query = scale * q_scale[row]
-                        spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
-                        read[slot, row] = T.exp2(gate[slot, row]) * query
-                    take(scored, 0, i % 2)
-                    T.copy(score_sum, scores)
-                    for a, b in T.Parallel(C, C):
-                        scores16[a, b] = T.if_then_else(
-                            a >= b,
-                            scores[a, b]
-                            * (
-                                T.exp2(gate[slot, a] - gate[slot, b])
-                                * scale
-                                * ((q_scale[a] * k_scale[slot, b]) if l2norm else 1.0)
-                            ),
-                            0.0,
-                        )
-                    T.copy(scores16, p_tile[slot, :, :])
+                    start_scores(x, slot, row, scale, l2norm)
+                    finish_scores(x, slot, i % 2, scores, scores16, scale, l2norm)
                     T.fence_proxy_async()
                     T.mbarrier_arrive(ready[slot])
                     slot = slot + 1
@@ -269,15 +199,15 @@ def build_forward(spec: KernelSpec):
                         take(ready, slot, phase)
                         issue(v_tile[slot, :, :], t_tile[slot, :, :], value_sum, None, left_t=True)
                         take(given, STATE, i % 2)
-                        issue(state_operand, k_tile[slot, :, :], recalled_sum, done[RECALLED])
+                        issue(state_operand, x.k[slot, :, :], recalled_sum, done[RECALLED])
                         take(given, EMPTY, i % 2 ^ 1)
-                        issue(state_operand, q_tile[slot, :, :], out_sum, done[QUERIED])
+                        issue(state_operand, x.q[slot, :, :], out_sum, done[QUERIED])
                         take(given, CORRECTION, i % 2)
                         issue(value_operand, t_tile[slot, :, :], value_sum, done[VALUED], clear=False)
                         take(given, FADED, i % 2)
-                        issue(faded_operand, k_tile[slot, :, :], state_sum, done[UPDATED], clear=False, right_t=False)
+                        issue(faded_operand, x.k[slot, :, :], state_sum, done[UPDATED], clear=False, right_t=False)
                         take(given, VALUE, i % 2)
-                        issue(value_operand, p_tile[slot, :, :], out_sum, free[slot])
+                        issue(value_operand, x.p[slot, :, :], out_sum, free[slot])
                         slot = slot + 1
                         if slot == STAGES:
                             slot = 0
@@ -290,11 +220,11 @@ def build_forward(spec: KernelSpec):
                     start = T.alloc_var("int32", init=begin)
                     for _ in T.serial(count):
                         T.mbarrier_wait_parity(free[slot], phase)
-                        T.tma_copy(decay[chunk, head, 0:C], gate[slot, :], barrier=full[slot])
+                        T.tma_copy(decay[chunk, head, 0:C], x.gate[slot, :], barrier=full[slot])
                         if l2norm:
-                            T.tma_copy(key_scale[chunk, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
-                        T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
-                        T.tma_copy(q[start : start + C, key_head, 0:K], q_tile[slot, :, :], barrier=full[slot])
+                            T.tma_copy(key_scale[chunk, key_head, 0:C], x.k_scale[slot, :], barrier=full[slot])
+                        T.tma_copy(k[start : start + C, key_head, 0:K], x.k[slot, :, :], barrier=full[slot])
+                        T.tma_copy(q[start : start + C, key_head, 0:K], x.q[slot, :, :], barrier=full[slot])
                         T.tma_copy(v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot])
                         T.tma_copy(inverse[chunk, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
                         T.mbarrier_arrive(full[slot])

@@ -22,9 +22,9 @@ import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.gates import alloc_gates, spread_gate
 from flashqla_cp.kernels.blocks.mma import issue
-from flashqla_cp.kernels.blocks.tensor_memory import give, hand_over, operand_allocator, take
+from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import summary_config
@@ -42,7 +42,6 @@ def build_summary(spec: KernelSpec):
     config = summary_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     has_initial, l2norm = spec.has("initial_state"), spec.has("l2norm")
-    alloc_operand = operand_allocator(V)
     tokens, chunks, H, HV, segments, rows = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows"))
     key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     kt, kh, vt, vh = (T.dynamic(n) for n in ("k_token", "k_head", "v_token", "v_head"))
@@ -68,18 +67,10 @@ def build_summary(spec: KernelSpec):
             k_tile = T.alloc_shared((STAGES, C, K), dtype)
             v_tile = T.alloc_shared((STAGES, C, V), dtype)
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
-            grow = T.alloc_shared((STAGES, C), f32)
-            fade = T.alloc_shared((STAGES, C), f32)
-            gate = T.alloc_shared((STAGES, C), f32)
-            keep = T.alloc_shared((STAGES,), f32)
-            k_scale = T.alloc_shared((STAGES, C), f32)
-            # Sizes fall, as the allocator of tensor memory wants.
-            state_sum = T.alloc_tmem((V, K), f32)
-            recalled_sum = T.alloc_tmem((V, C), f32)
-            value_sum = T.alloc_tmem((V, C), f32)
-            state_operand = alloc_operand((V, K), dtype)
-            recalled_operand = alloc_operand((V, C), dtype)
-            faded_operand = alloc_operand((V, C), dtype)
+            gate, k_scale, grow, fade, keep = alloc_gates(STAGES)
+            accumulators, operands = alloc_recurrence(V, K, C, 2, dtype)
+            state_sum, recalled_sum, value_sum = accumulators
+            state_operand, recalled_operand, faded_operand = operands
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([HELPERS] * STAGES)
             free = T.alloc_barrier([1] * STAGES)
