@@ -31,7 +31,7 @@ from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import gradients_config
 
 GROUP, KEEPERS, WARP, HALF = 128, 64, 32, C // 2
-PAIRS_BARRIER, KEEPERS_BARRIER = 1, 2
+PAIRS_BARRIER, KEEPERS_BARRIER = 3, 4  # the compiler's reductions have 1 and 2
 
 
 def build_gradients(spec: KernelSpec):
@@ -127,7 +127,6 @@ def build_gradients(spec: KernelSpec):
             upper_pull = T.alloc_shared((HALF, HALF), f32)  # the others, whose columns end at C / 2
             gate = T.alloc_shared((2, C), f32)
             read = T.alloc_shared((2, C), f32)  # scale exp(G)
-            grow = T.alloc_shared((2, C), f32)  # -exp(G)
             fade = T.alloc_shared((2, C), f32)  # exp(Gc - G)
             keep = T.alloc_shared((2,), f32)  # exp(Gc)
             q_norm = T.alloc_shared((C,), f32)
@@ -272,7 +271,8 @@ def build_gradients(spec: KernelSpec):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
                             multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
-                            T.copy(grow[p, :], key_factor)
+                            for a in T.Parallel(C):
+                                key_factor[a] = 0.0 - T.exp2(gate[p, a])
                             T.wait_wgmma(0)
                             T.mbarrier_wait_parity(keys_ready, done % 2)
                             fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
@@ -397,7 +397,6 @@ def build_gradients(spec: KernelSpec):
                                     T.fence_proxy_async()
                                 grown = T.alloc_var(f32, init=T.exp2(gate[p, row]))
                                 read[p, row] = grown * scale
-                                grow[p, row] = 0.0 - grown
                                 fade[p, row] = T.exp2(gate[p, C - 1] - gate[p, row])
                                 if row == C - 1:
                                     keep[p] = grown

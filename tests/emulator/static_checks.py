@@ -36,7 +36,7 @@ def resource_faults(kernel: CompiledKernel, most_registers: int | None = None, m
     for info in kernel.info()["kernels"]:
         name, registers = info["name"], info["registers"]
         shared = info["static_shared_bytes"] + info["dynamic_shared_bytes"]
-        spills = info["spill_store_bytes"] + info["spill_load_bytes"]
+        spills = info["spill_store_bytes"]
         limit = most_registers or arch.max_registers_per_thread
         for what, got, allowed in (
             ("spilled bytes", spills, most_spilled),

@@ -1,4 +1,4 @@
-"""Forward kernels of sm_90: what their machine code holds."""
+"""Kernels of sm_90: what their machine code holds."""
 
 import pytest
 from static_checks import all_faults, find_disassembler, opcodes
@@ -8,12 +8,17 @@ from flashqla_cp.kernels.build import build
 from flashqla_cp.kernels.spec import make_spec
 
 
-@pytest.mark.parametrize("stage", ["solve", "summary", "forward"])
+BACKWARD = ("replay", "sweep", "summary_grad", "gradients")
+
+
+@pytest.mark.parametrize(
+    "stage", ["solve", "summary", "forward", *(pytest.param(stage, marks=pytest.mark.slow) for stage in BACKWARD)]
+)
 def test_products_run_on_tensor_cores(stage):
-    dtypes = {"qkv": "bfloat16"} | ({"beta": "float32"} if stage == "solve" else {})
+    dtypes = {"qkv": "bfloat16"} | ({"beta": "float32"} if stage in ("solve", "gradients") else {})
     kernel = build(make_spec(stage, "sm_90a", {"head_dim": 128, "ratio": 2}, dtypes, {}))
     faults = all_faults(kernel, most_spilled=64)
-    if stage == "summary":
+    if stage in ("summary", "summary_grad"):
         # Whole blocks end early there, under a condition that the reader of roles cannot follow; the emulator counts.
         faults = [fault for fault in faults if "cannot read which threads run it" not in fault]
     assert faults == []
