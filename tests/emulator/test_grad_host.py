@@ -48,6 +48,7 @@ def test_packed_documents_with_states_and_norms(gates):
         assert torch.all(found[name][:, OFFSETS[-1] :] == 0)
 
 
+@pytest.mark.slow
 def test_slabs_change_no_bit(monkeypatch):
     tensors, initial = packed(heads=3)
     options = {"cu_seqlens": torch.tensor(OFFSETS), "use_qk_l2norm_in_kernel": True}
