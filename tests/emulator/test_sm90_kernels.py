@@ -7,7 +7,6 @@ from flashqla_cp.kernels import stages as stages  # enters the builders
 from flashqla_cp.kernels.build import build
 from flashqla_cp.kernels.spec import make_spec
 
-
 BACKWARD = ("replay", "sweep", "summary_grad", "gradients")
 
 
