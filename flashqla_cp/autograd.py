@@ -1,11 +1,11 @@
-"""The stages of the op in order, forward and backward. Here (and in conv.py) kernels and ranks meet, nowhere else.
+"""The stages of the op in order, forward and backward, on the torch backend; here its stages meet the ranks.
 
     forward    gate_cumsum, solve, [summary, send states], prepare, [receive], forward
     backward   [summary_grad, send gradients], prepare, replay, [receive], backward, reverse gate_cumsum
 
 The bracketed stages exist only where documents were cut, and the exchange runs behind what stands between sending and
-receiving. One autograd function holds the exchange in both directions,
-so every rank that differentiates the op takes part in the same collectives.
+receiving. One autograd function holds the exchange in both directions, so every rank that differentiates the op takes
+part in the same collectives. fused.py and fused_grad.py are the same on TileLang kernels.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved
-from flashqla_cp.kernels.host.tables import Tables, to_device
+from flashqla_cp.kernels.host.tables import Tables, stream_of, to_device
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
 
@@ -49,7 +49,7 @@ class Local:
     @classmethod
     @torch.inference_mode(False)
     def of(cls, context: CPContext, x: Inputs, processors: int) -> Local:
-        key = ("fused", x.q.device, x.v.shape[1], x.arch.name)
+        key = ("fused", x.q.device, stream_of(x.q.device), x.v.shape[1], x.arch.name)
         if key not in context.memo:
             context.memo[key] = cls._build(context, x, processors)
         return context.memo[key]

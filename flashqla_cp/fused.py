@@ -65,7 +65,10 @@ class Call:
 
     def state(self, x: torch.Tensor | None) -> torch.Tensor | None:
         """States of the op, or their gradients, as kernels have them; and the other way round."""
-        return None if x is None else (x if self.state_v_first else x.mT).float().contiguous()
+        if x is None:
+            return None
+        states = (x if self.state_v_first else x.mT).float().contiguous()
+        return states if states.data_ptr() % 16 == 0 else states.clone()
 
     def run(
         self,
@@ -97,7 +100,7 @@ def readable(x: torch.Tensor) -> torch.Tensor:
     aligned = all(step > 0 and step * rows.element_size() % 16 == 0 for step in steps[:-1])
     if steps[-1] == 1 and aligned and rows.data_ptr() % 16 == 0:
         return rows
-    return rows.contiguous()
+    return rows.clone(memory_format=torch.contiguous_format)  # also what is contiguous at an address TMA cannot take
 
 
 def _plain_gate(x: torch.Tensor) -> torch.Tensor:
@@ -112,6 +115,11 @@ def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, d
         return Documents(num_documents=count, length=length, offsets=offsets.to(torch.int32).contiguous())
     if count == batch and all(end == (row + 1) * length for row, end in enumerate(offsets[1:])):
         return Documents(num_documents=count, length=length, offsets=None)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "cu_seqlens: offsets on the CPU in the capture of a CUDA graph, which would replay them for ever; "
+            "pass them on the GPU, without cu_seqlens_cpu"
+        )
     return Documents(num_documents=count, length=length, offsets=to_device(offsets, device))
 
 

@@ -1,4 +1,4 @@
-"""chunk_gated_delta_rule: the public op. Checks, preparations per token, then the stages of autograd.py."""
+"""chunk_gated_delta_rule: the public op. Checks, preparations per token, then autograd.py (torch) or fused_grad.py."""
 
 from __future__ import annotations
 
@@ -71,7 +71,8 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: normalise q and k per head, x * rsqrt(sum(x^2) + 1e-6).
         cu_seqlens: [N+1] offsets of documents packed in one row (B = 1), any integer dtype. Rows past the last offset
             are padding: whatever they hold, their outputs and gradients are exactly 0.
-        cu_seqlens_cpu: the same on the CPU, which saves the copy from the device.
+        cu_seqlens_cpu: the same on the CPU, which saves the torch backend the copy from the device. Kernels read
+            offsets on the device; in the capture of a CUDA graph pass them there only.
         state_v_first: states are [N, HV, V, K].
         use_gate_in_kernel: g = -exp(A_log) * softplus(g + dt_bias) with A_log, dt_bias [HV].
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta), doubled with allow_neg_eigval.

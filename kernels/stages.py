@@ -56,8 +56,8 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
         choices["head_dim"], choices["ratio"], choices["dtype"], (False, True)
     ):
         dims, qkv = {"head_dim": head_dim, "ratio": ratio}, {"qkv": dtype}
-        for beta, sigmoid in ((dtype, False), (dtype, True), ("float32", False), ("float32", True)):
-            flags = {"l2norm": l2norm, "sigmoid": sigmoid}
+        for beta, made in product((dtype, "float32"), ((), ("sigmoid",), ("sigmoid", "double"))):
+            flags = {"l2norm": l2norm, **dict.fromkeys(made, True)}
             found += [make_spec(stage, arch, dims, qkv | {"beta": beta}, flags) for stage in ("solve", "gradients")]
         for initial_state in (False, True):
             flags = {"l2norm": l2norm, "initial_state": initial_state}

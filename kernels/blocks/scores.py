@@ -26,8 +26,10 @@ def query_norms(q_tile, q_scale, slot, row, K, dtype):
 
 
 @T.macro
-def score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, out, log_scale, dtype, l2norm):
+def score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, out, scale, dtype, l2norm):
     """p_tile[out] [C, C] = scale (Q K^T) exp(G_i - G_j) for j <= i, else 0. Norms scale rows, as decays do."""
+    log_scale = T.alloc_var("float32", init=T.log2(T.abs(scale)))
+    sign = T.alloc_var("float32", init=T.if_then_else(scale < 0.0, -1.0, 1.0))
     scores = T.alloc_fragment((C, C), "float32")
     weight = T.alloc_fragment((C, C), "float32")
     row_gate = T.alloc_fragment((C,), "float32")
@@ -43,7 +45,7 @@ def score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, out, log_scale, 
     T.copy(gate[slot, :], column_gate)
     T.wgmma_gemm(q_tile[slot, :, :], k_tile[slot, :, :], scores, transpose_B=True, clear_accum=True)
     for a, b in T.Parallel(C, C):
-        weight[a, b] = T.if_then_else(a >= b, T.exp2(row_gate[a] - column_gate[b]), 0.0)
+        weight[a, b] = T.if_then_else(a >= b, sign * T.exp2(row_gate[a] - column_gate[b]), 0.0)
     T.wait_wgmma(0)
     for a, b in T.Parallel(C, C):
         scores16[a, b] = scores[a, b] * weight[a, b] * (column_scale[b] if l2norm else 1.0)

@@ -79,5 +79,5 @@ def finish_strength(product, given, dtype, sigmoid, double):
         if double:
             strength = strength * 2.0
             chained = chained * 2.0
-    strength = T.max(strength, LEAST_STRENGTH[dtype])
+    strength = T.if_then_else(strength < LEAST_STRENGTH[dtype], LEAST_STRENGTH[dtype], strength)  # NaN stays
     return product / strength / strength * chained

@@ -58,7 +58,8 @@ def slab_parts(chunks: int, width: int) -> tuple[int, int, int]:
 
 
 def slabs_of(x: Inputs, tables: Tables) -> list[Slab]:
-    """Slabs that cover all value heads, one after the other in the same memory of about SCRATCH_BUDGET at most."""
+    """Slabs that cover all value heads, one after the other in the same memory: of SCRATCH_BUDGET at most, or what
+    one group of value heads takes."""
     heads, width = x.v.shape[1:]
     chunks = len(tables.chunks)
     parts = slab_parts(chunks, width)

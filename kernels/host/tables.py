@@ -130,11 +130,12 @@ def tables_of_batch(
 ) -> Tables:
     """Tables of `batch` documents of one length. Made of nothing but these numbers, so they may be kept.
 
-    Not while a CUDA graph is captured: its memory is the graph's, and nothing is computed before it is replayed.
+    By stream, for nothing else orders another one behind the kernel that fills them. Not while a CUDA graph is
+    captured: its memory is the graph's, and nothing is computed before it is replayed.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return _make_batch(batch, length, arch, num_v_heads, processors, device)
-    return _kept_batch(batch, length, arch, num_v_heads, processors, device)
+    return _kept_batch(batch, length, arch, num_v_heads, processors, device, stream_of(device))
 
 
 def _make_batch(batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device) -> Tables:
@@ -151,7 +152,16 @@ def _make_batch(batch: int, length: int, arch: Arch, num_v_heads: int, processor
         )
 
 
-_kept_batch = lru_cache(maxsize=64)(_make_batch)
+@lru_cache(maxsize=64)
+def _kept_batch(
+    batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device, stream: int
+) -> Tables:
+    return _make_batch(batch, length, arch, num_v_heads, processors, device)
+
+
+def stream_of(device: torch.device) -> int:
+    """The current stream of a device, as a key."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
 def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:

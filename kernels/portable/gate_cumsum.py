@@ -60,7 +60,8 @@ def build_gate_cumsum(spec: KernelSpec):
                         # softplus without overflow: max(x, 0) + log(1 + exp(-|x|))
                         x = T.alloc_var(f32, init=gates[i] + shift)
                         gates[i] = 0.0 - rate * (T.max(x, 0.0) + T.log1p(T.exp(0.0 - T.abs(x))))
-                    running = running + T.max(gates[i], GATE_FLOOR)
+                    # NaN stays.
+                    running = running + T.if_then_else(gates[i] < GATE_FLOOR, GATE_FLOOR, gates[i])
                 tile[part * RUN + i, thread % HEADS] = running
             total[part, thread % HEADS] = running
             T.sync_threads()

@@ -125,7 +125,7 @@ def build_solve(spec: KernelSpec):
                                     weight = 1.0 / (1.0 + T.exp(0.0 - weight))
                                     if double:
                                         weight = weight * 2.0
-                                weight = T.max(weight, least)
+                                weight = T.if_then_else(weight < least, least, weight)  # NaN stays
                         strength[slot, t] = weight
                     T.sync_threads()
                     for s in T.unroll(SLOTS):

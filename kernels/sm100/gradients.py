@@ -473,7 +473,10 @@ def build_gradients(spec: KernelSpec):
                                         if double:
                                             strength = strength * 2.0
                                             slope = slope * 2.0
-                                    strength = T.max(strength, LEAST_STRENGTH[dtype])
+                                    # NaN stays.
+                                    strength = T.if_then_else(
+                                        strength < LEAST_STRENGTH[dtype], LEAST_STRENGTH[dtype], strength
+                                    )
                                     dbeta[start + t, head] = diagonal[t] / strength / strength * slope
                                 T.mbarrier_arrive(told)
                                 T.sync_threads(barrier_id=HELPERS_BARRIER, arrive_count=HELPERS)  # inner, ddecay read

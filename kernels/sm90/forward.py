@@ -177,7 +177,6 @@ def build_forward(spec: KernelSpec):
             elif thread < WORKERS + SCORERS:
                 T.set_max_nreg(config.roles[1].registers, 0)
                 row = T.alloc_var("int32", init=thread - WORKERS)
-                log_scale = T.alloc_var(f32, init=T.log2(scale))
                 slot = T.alloc_var("int32", init=0)
                 phase = T.alloc_var("int32", init=0)
                 for i in T.serial(count):
@@ -196,7 +195,7 @@ def build_forward(spec: KernelSpec):
                             query = scale * q_scale[row]
                         spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
                         read[slot, row] = T.exp2(gate[slot, row]) * query
-                    score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, slot, log_scale, dtype, l2norm)
+                    score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, slot, scale, dtype, l2norm)
                     T.fence_proxy_async()
                     T.mbarrier_arrive(ready[slot])
                     slot = slot + 1

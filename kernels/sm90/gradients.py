@@ -191,6 +191,7 @@ def build_gradients(spec: KernelSpec):
                                     a >= b, asked[a, b] * scale * T.exp2(row_gate[a] - column_gate[b]), 0.0
                                 )
                             T.copy(asked, pair16)
+                            # The last product that read a warp's rows of this was waited for by that warp.
                             T.copy(pair16, a_tile)
                             T.wait_wgmma(0)
                             for a, b in T.Parallel(C, C):

@@ -170,7 +170,6 @@ def _build(spec: KernelSpec, *, stores: bool):
         """What the recurrence needs of chunks that begin at `start`, `start` - C, .."""
         q_scale = T.alloc_shared((C,), f32)
         read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
-        log_scale = T.alloc_var(f32, init=T.log2(scale))
         slot = T.alloc_var(i32, init=0)
         phase = T.alloc_var(i32, init=0)
         for i in T.serial(count):
@@ -191,7 +190,7 @@ def _build(spec: KernelSpec, *, stores: bool):
                 spread_gate(x.gate, x.k_scale, x.grow, x.fade, x.keep, slot, row, l2norm)
                 read[slot, row] = T.exp2(x.gate[slot, row]) * query
             T.mbarrier_wait_parity(x.scored[i % SCORED], (i // SCORED) % 2 ^ 1)
-            score(x.q_tile, x.k_tile, x.p_tile, x.gate, q_scale, x.k_scale, slot, i % SCORED, log_scale, dtype, l2norm)
+            score(x.q_tile, x.k_tile, x.p_tile, x.gate, q_scale, x.k_scale, slot, i % SCORED, scale, dtype, l2norm)
             T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
             scale_rows(x.q_tile, read, slot, row, K, dtype)
             T.fence_proxy_async()

@@ -151,6 +151,19 @@ def test_ghost_documents_and_foreign_numbers_change_no_bit(arch):
 
 
 @pytest.mark.parametrize("arch", ARCHES[:1])
+def test_a_scale_below_zero_and_a_strength_that_is_no_number(arch):
+    tensors = inputs_of(130, 1, 2, 128, "weak")
+    spoiled = [*tensors[:4], tensors[4].clone()]
+    spoiled[4][0, 100, 1] = float("nan")
+    with emulation(arch, races=False), torch.no_grad():
+        o, _ = chunk_gated_delta_rule(*tensors, scale=-0.2, backend="tilelang")
+        hidden, _ = chunk_gated_delta_rule(*spoiled, backend="tilelang")
+    expected, _ = gated_delta_rule_oracle(*(x.double() for x in tensors), scale=-0.2)
+    assert relative_l2(o, expected) <= BAR
+    assert hidden[0, 100:, 1].isnan().all() and hidden[0, :, 0].isfinite().all()
+
+
+@pytest.mark.parametrize("arch", ARCHES[:1])
 def test_one_process_without_cuts_has_no_maps(arch):
     """Nothing of the maps where no document is cut; nothing of a rank's final_correction on one process at all."""
     with emulation(arch, races=False) as launched, torch.no_grad():

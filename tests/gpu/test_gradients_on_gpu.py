@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from flashqla_cp import build_cp_context, chunk_gated_delta_rule
+from flashqla_cp.kernels.host import backward
 from flashqla_cp.kernels.host.launcher import machine_of
 from flashqla_cp.testing.inputs import GATES, make_inputs
 from flashqla_cp.testing.metrics import relative_l2
@@ -89,6 +90,35 @@ def test_states_norms_and_dtypes(dtype):
 @pytest.mark.parametrize("gates", ("weak", "mixed"))
 def test_long_documents_that_are_cut_inside_the_card_and_in_slabs(gates):
     check(draw(6000, 1, 2, 128, gates), final=True)
+
+
+def test_slabs_change_no_bit(monkeypatch):
+    tensors = draw(3000, 3, 6, 128)
+    do = torch.randn_like(tensors["v"])
+    whole = gradients(op, leaves(tensors), do)
+    monkeypatch.setattr(backward, "SCRATCH_BUDGET", 1)  # a slab a group
+    parts = gradients(op, leaves(tensors), do)
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_tensors_at_odd_addresses():
+    tensors = draw(200, 1, 2, 64)
+    do = torch.randn_like(tensors["v"])
+    plain = gradients(op, leaves(tensors), do)
+    shifted = {name: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape) for name, x in tensors.items()}
+    odd = torch.cat([do.new_zeros(3), do.flatten()])[3:].view(do.shape)
+    given = {name: x.detach().requires_grad_() for name, x in shifted.items()}
+    o, _ = op(**given)
+    found = torch.autograd.grad(o, list(given.values()), odd)
+    assert all(map(torch.equal, found, plain.values()))
+
+
+def test_a_scale_below_zero_and_numbers_that_are_none():
+    tensors = draw(300, 1, 2, 64)
+    check(tensors, scale=-0.2)
+    spoiled = {name: x.clone() for name, x in tensors.items()}
+    spoiled["beta"][0, 10] = float("nan")
+    assert op(**spoiled)[0].isnan().any(), "a NaN was hidden"
 
 
 @pytest.mark.parametrize("strong", (False, True))

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 
+from flashqla_cp.fused import readable
 from flashqla_cp.kernels import settings, tuning
 from flashqla_cp.kernels.arch import ARCHES, Arch, arch_by_name, detect
 from flashqla_cp.kernels.host.backward import SCRATCH_BUDGET
@@ -167,3 +168,12 @@ def test_settings_come_from_the_environment(tmp_path):
     nvcc.parent.mkdir()
     nvcc.touch(mode=0o755)
     assert settings.find_nvcc({"PATH": "", "CUDA_HOME": str(tmp_path)}) == str(nvcc)
+
+
+def test_rows_at_odd_addresses_are_copied_and_others_are_not():
+    flat = torch.arange(3 + 4 * 2 * 64, dtype=torch.bfloat16)
+    odd = flat[3:].view(1, 4, 2, 64)
+    assert odd.is_contiguous() and odd.data_ptr() % 16
+    assert readable(odd).data_ptr() % 16 == 0 and torch.equal(readable(odd), odd[0])
+    even = flat.clone()[: odd.numel()].view(1, 4, 2, 64)
+    assert readable(even).data_ptr() == even.data_ptr()
