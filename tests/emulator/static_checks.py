@@ -31,12 +31,15 @@ class Parameter:
 
 
 def resource_faults(kernel: CompiledKernel, most_registers: int | None = None, most_spilled: int = 0) -> list[str]:
-    """Spills, shared memory, threads and registers against the architecture's limits."""
+    """Spills, shared memory, threads and registers against the architecture's limits.
+
+    Spilled bytes are those of the stack, each slot once however often it is used; without a stack, what is moved.
+    """
     arch, faults = kernel.spec.target, []
     for info in kernel.info()["kernels"]:
         name, registers = info["name"], info["registers"]
         shared = info["static_shared_bytes"] + info["dynamic_shared_bytes"]
-        spills = info["spill_store_bytes"]
+        spills = info.get("stack_bytes") or max(info["spill_store_bytes"], info["spill_load_bytes"])
         limit = most_registers or arch.max_registers_per_thread
         for what, got, allowed in (
             ("spilled bytes", spills, most_spilled),

@@ -89,6 +89,7 @@ ROLES = """
     ("changes", "fault"),
     [
         ({"spill_load_bytes": 8}, "8 spilled bytes"),
+        ({"stack_bytes": 16, "spill_store_bytes": 24, "spill_load_bytes": 40}, "16 spilled bytes"),
         ({"registers": 256}, "256 registers per thread"),
         ({"registers": 168, "threads": 512}, "86016 registers per block"),
         ({"static_shared_bytes": 1024, "dynamic_shared_bytes": 227 * 1024}, "233472 shared bytes"),
