@@ -99,10 +99,8 @@ def hold(errors):
     assert max(errors) <= BAR, errors
 
 
-@pytest.mark.parametrize(
-    "arch",
-    [pytest.param("sm_90a", marks=pytest.mark.slow), "sm_100a"],  # the gradients' test runs those of sm_90 as well
-)
+@pytest.mark.slow  # the tests of gradients and of sm_100 run the same kernels
+@pytest.mark.parametrize("arch", ARCHES)
 def test_every_kernel_is_clean_at_random(arch):
     hold(compare(arch, **everything(), schedule="random"))
 
