@@ -3,10 +3,10 @@
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
+from flashqla_cp.kernels.blocks.scores import L2_EPS
 from flashqla_cp.kernels.chunks import CHUNK
 
 WARP = 32
-L2_EPS = 1e-6
 
 
 @T.macro

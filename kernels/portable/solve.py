@@ -19,12 +19,12 @@ import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
 from flashqla_cp.kernels.blocks.mma import multiply
+from flashqla_cp.kernels.blocks.scores import L2_EPS
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 
 HALF, WARP, THREADS = C // 2, 32, 128
-L2_EPS = 1e-6
 
 
 @T.macro

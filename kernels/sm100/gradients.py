@@ -33,6 +33,7 @@ import tilelang.language as T
 from flashqla_cp.kernels.blocks.chunk_io import clear_rows
 from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
 from flashqla_cp.kernels.blocks.mma import issue
+from flashqla_cp.kernels.blocks.scores import L2_EPS
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
 from flashqla_cp.kernels.blocks.tensor_memory import give, take
 from flashqla_cp.kernels.chunks import CHUNK as C
@@ -42,7 +43,6 @@ from flashqla_cp.kernels.tuning import gradients_config
 GROUP, WARP, HELPERS = 128, 32, C
 SCORERS, READERS = GROUP, GROUP
 PART = 32  # columns of sums in registers at a time
-L2_EPS = 1e-6
 # Products that others wait for, and what the warp that issues waits for: once a value head, the last once a group.
 PAIRED, READ, MIXED, PRODUCTS = range(4)
 PAIRS, READS, MIX = range(3)

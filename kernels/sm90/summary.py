@@ -16,6 +16,7 @@ import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
+from flashqla_cp.kernels.blocks.gates import spread_gate
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import summary_config
@@ -177,14 +178,7 @@ def build_summary(spec: KernelSpec):
                                 length = T.alloc_var("int32", init=end - begin - (first + i) * C)
                                 T.mbarrier_wait_parity(full[slot], (i // STAGES) % 2)
                                 if row < C:
-                                    key = T.alloc_var(f32, init=1.0)
-                                    if l2norm:
-                                        key = k_scale[slot, row]
-                                    grown = T.alloc_var(f32, init=T.exp2(gate[slot, row]))
-                                    grow[slot, row] = 0.0 - grown * key
-                                    fade[slot, row] = T.exp2(gate[slot, C - 1] - gate[slot, row]) * key
-                                    if row == C - 1:
-                                        keep[slot] = grown
+                                    spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
                                 if length < C:
                                     clear_tail(k_tile, slot, length, row, HELPERS, K, dtype)
                                     if corrected == 0:
