@@ -3,8 +3,9 @@
     summary_grad, [chain, send, receive], affine_chain in reverse, then for each slab of value heads
     replay, sweep, gradients, and at last gate_grad
 
-The bracketed stages exist only where documents were cut between ranks. Gradient maps travel as soon as they exist, and
-the states are replayed behind the exchange; the maps' corrections stay where the forward brought them.
+The bracketed stages exist only where documents were cut between ranks. The first line runs on a stream of its own,
+beside the first slab's replay, which needs none of it: it leaves most of a device idle where most heads forget, and in
+its exchange. The maps' corrections stay where the forward brought them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from flashqla_cp.fused import Call, joined, pass_on, passed_on, readable
 from flashqla_cp.kernels.host import backward as kernels
 from flashqla_cp.kernels.host.backward import TokenGradients
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, affine_chain, clear_rows
+from flashqla_cp.kernels.host.streams import beside, rejoin
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.base import Arrived, PendingStates
 
@@ -106,10 +108,16 @@ def backward(
     exits = None if dfinal is None else documents.entries(dfinal)
     padded = documents.offsets is not None
     grads = TokenGradients.of(x, padded=padded, zero=False)
-    dmaps = _gradient_maps(x, kept, do, exits, scale)
+    dcarried = None
+    if kept.maps is not None:
+        with beside(x.q.device):
+            dmaps = _gradient_maps(x, kept, kept.maps, do, exits, scale)
+            dcarried = affine_chain(x, dmaps, tables, None, reverse=True)
 
     def arrive() -> tuple[torch.Tensor | None, Entries | None]:
-        return None if dmaps is None else affine_chain(x, dmaps, tables, None, reverse=True), exits
+        if dcarried is not None:
+            rejoin(x.q.device)
+        return dcarried, exits
 
     _fill(x, kept, do, arrive, scale, processors, grads, dinitial)
     if documents.offsets is not None:
@@ -141,10 +149,12 @@ def backward_sharded(
     if dfinal is not None and program.exits.shape[1]:
         own = dfinal.index_select(0, program.exits[1])
         known = Entries(values=own, row=local.known_exit)
-    dmaps = _gradient_maps(x, kept, do, known, scale)
-    fronts, pending = _send(x, local, dmaps, kept)
+    with beside(x.q.device):
+        dmaps = None if kept.maps is None else _gradient_maps(x, kept, kept.maps, do, known, scale)
+        fronts, pending = _send(x, local, dmaps, kept)
 
     def arrive() -> tuple[torch.Tensor | None, Entries | None]:
+        rejoin(x.q.device)
         arrived = pending.wait().states.mT.contiguous()
         if dmaps is None or not len(arrived):
             return fronts, known
@@ -160,12 +170,9 @@ def backward_sharded(
     return grads, dinitial
 
 
-def _gradient_maps(x: Inputs, kept: Kept, do: torch.Tensor, exits: Entries | None, scale: float) -> Maps | None:
-    """Gradient maps where a chain may have several segments, or goes on elsewhere."""
-    if kept.maps is None:
-        return None
+def _gradient_maps(x: Inputs, kept: Kept, maps: Maps, do: torch.Tensor, exits: Entries | None, scale: float) -> Maps:
     assert kept.solved is not None and kept.tables is not None
-    return kernels.summary_grad(x, kept.solved, kept.maps, kept.tables, do, exits, scale)
+    return kernels.summary_grad(x, kept.solved, maps, kept.tables, do, exits, scale)
 
 
 def _send(x: Inputs, local: Local, dmaps: Maps | None, kept: Kept) -> tuple[torch.Tensor | None, PendingStates]:

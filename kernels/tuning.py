@@ -165,7 +165,7 @@ def gradients_config(spec: KernelSpec) -> TileConfig:
             tensor_memory_columns=tensor_memory_columns(spec.target, [width, width, width, chunk, chunk]),
         )
     tiles = 2 * 3 * tile + 2 * 2 * width * width + 2 * tile + 2 * square
-    shared = tiles + 3 * chunk * chunk + 12 * 4 * 2 * chunk + 1024
+    shared = tiles + 12 * 4 * 2 * chunk + 1024
     roles = (
         Role(name="multipliers", threads=2 * WARPGROUP, registers=216),
         Role(name="keepers", threads=WARPGROUP, registers=72),

@@ -43,13 +43,13 @@ def normalize(tile, norm, row, width, dtype):
 def finish_gates(p, row, sums, keep, partial, barrier):
     """Gradient of a token's log gate, by CHUNK threads: of G from sums over the chunk, added up from the token on.
 
-    sums: [2, CHUNK] each, half p of them: what a row reads of the state in front, what it recalls of it, what it gives
-    to the state behind, its pairs, its share of <S, dS'>. keep [2]: exp(Gc). partial [4]: shared memory.
+    sums: [2, CHUNK] each, half p of them: what a token reads by its query and by its key, what it gives in all and what
+    of that to the state behind, its share of <S, dS'>. keep [2]: exp(Gc). partial [4]: shared memory.
     """
-    read, recalled, leaving, pairs, carried = sums
+    read, recalled, given, leaving, carried = sums
     T.sync_threads(barrier_id=barrier, arrive_count=CHUNK)
     behind = T.alloc_var("float32", init=leaving[p, row])
-    slope = T.alloc_var("float32", init=read[p, row] + recalled[p, row] + pairs[p, row] - behind)
+    slope = T.alloc_var("float32", init=read[p, row] + recalled[p, row] - given[p, row])
     behind = behind + keep[p] * carried[p, row]
     for level in T.unroll(5):
         behind = behind + T.shfl_xor(behind, 16 >> level)

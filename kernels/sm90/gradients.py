@@ -8,14 +8,20 @@ wrote (U) and their right hand side's gradient (dV). With q, k normalised where 
     dK = Da^T Q + (Db + Db^T) K - diag(exp G) dV S^T + diag(exp(Gc - G)) U dS'^T
     dbeta_i = (dV U^T)_ii / beta_i^2
 
-summed over the value heads of a key head in fp32. The gradient of G is what a row reads minus what a column gives: row
-sums minus column sums of Da * (Q K^T) + Db * (K K^T) below the diagonal, and q and k times their states' parts of dQ
-and dK; at the chunk's end also what was carried out of it. The log gate's is its sum from a token to the chunk's end.
+summed over the value heads of a key head in fp32. The gradient of G is what a row reads minus what a column gives: of
+each value head
+
+    q_i . dQ_i + k_i . (Db K - diag(exp G) dV S^T)_i - k_i . (Da^T Q + Db^T K + diag(exp(Gc - G)) U dS'^T)_i
+
+and at the chunk's end what was carried out of it. A pair's term is added once and subtracted once, from one rounded Da
+or Db, so what does not reach over a token cancels in its sum; a token's pair with itself (the diagonal of Da), which
+would drown all others under strong decay, is left out of these products and joins dQ and dK at the end. The log gate's
+gradient is the sum from a token to the chunk's end.
 
 Roles of a block, which takes chunks of a key head in turn:
 
-    1 warpgroup      pairs of tokens (Da, Db, their sums, dbeta's products), and dQ
-    1 warpgroup      dK and <S, dS'>
+    1 warpgroup      pairs of tokens (Da, Db, dbeta's products), dQ, and <S, dS'>
+    1 warpgroup      dK
     2 warps          row factors, norms, tails, and the gradient of gates from all of these
     2 warps          copies by TMA: of a value head, of a key head
 
@@ -30,8 +36,8 @@ from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import gradients_config
 
-GROUP, KEEPERS, WARP, HALF = 128, 64, 32, C // 2
-PAIRS_BARRIER, KEEPERS_BARRIER = 3, 4  # the compiler's reductions have 1 and 2
+GROUP, KEEPERS, WARP = 128, 64, 32
+QUERY_BARRIER, KEEPERS_BARRIER, KEY_BARRIER = 3, 4, 5  # the compiler's reductions have 1 and 2
 
 
 def build_gradients(spec: KernelSpec):
@@ -62,25 +68,60 @@ def build_gradients(spec: KernelSpec):
             T.wgmma_gemm(rows[p * PANELS + 1, :, :], state[1, :, :], sums)
 
     @T.macro
-    def fold_part(part, sums, factor, tile, dot):
-        """sums += diag(factor) part, and dot = the rows of that times those of the tile."""
+    def weigh(pairs, factor, row_gate, column_gate, pairs16):
+        """pairs16 = factor pairs exp(G_i - G_j) for j < i."""
+        for a, b in T.Parallel(C, C):
+            pairs16[a, b] = T.cast(
+                T.if_then_else(a > b, pairs[a, b] * factor * T.exp2(row_gate[a] - column_gate[b]), 0.0), dtype
+            )
+
+    @T.macro
+    def scale_rows(part, factor):
+        """part = diag(factor) part."""
         for a, b in T.Parallel(C, K):
             part[a, b] = part[a, b] * factor[a]
+
+    @T.macro
+    def add_part(sums, part):
+        """sums += part."""
         for a, b in T.Parallel(C, K):
             sums[a, b] = sums[a, b] + part[a, b]
+
+    @T.macro
+    def dot_rows(part, tile, product, dot):
+        """dot = the rows of part times those of the tile; product is overwritten, and may be part."""
         for a, b in T.Parallel(C, K):
-            part[a, b] = part[a, b] * tile[0, a, b]
-        T.reduce_sum(part, dot, dim=1)
+            product[a, b] = part[a, b] * tile[0, a, b]
+        T.reduce_sum(product, dot, dim=1)
+
+    @T.macro
+    def add_own(sums, own, tile):
+        """The pairs of tokens with themselves: sums += diag(own) tile."""
+        for a, b in T.Parallel(C, K):
+            sums[a, b] = sums[a, b] + own[a] * tile[0, a, b]
 
     @T.macro
     def unnormalize(sums, part, dot, factor, tile, norm):
         """Through the norm: gradients of rows from those of rows of length 1."""
-        for a, b in T.Parallel(C, K):
-            part[a, b] = sums[a, b] * tile[0, a, b]
-        T.reduce_sum(part, dot, dim=1)
+        dot_rows(sums, tile, part, dot)
         T.copy(norm, factor)
         for a, b in T.Parallel(C, K):
             sums[a, b] = factor[a] * (sums[a, b] - tile[0, a, b] * dot[a])
+
+    @T.macro
+    def put_rows(sums, tile, p, out, start, length, head, row, barrier):
+        """Store sums as rows of a token each, through a tile of a value head that nobody else reads any more."""
+        for a, b in T.Parallel(C, K):
+            tile[p * PANELS + b // 64, a, b % 64] = T.cast(sums[a, b], dtype)
+        T.sync_threads(barrier_id=barrier, arrive_count=GROUP)
+        for i in T.serial(C * K // 8 // GROUP):
+            at = T.alloc_var(i32, init=i * (GROUP * 8 // K) + row // (K // 8))
+            if at < length:
+                for e in T.vectorized(8):
+                    out[start + at, head, row % (K // 8) * 8 + e] = tile[
+                        p * PANELS + row % (K // 8) // 8, at, row % 8 * 8 + e
+                    ]
+        T.fence_proxy_async()
 
     @T.macro
     def finish(n, row, start, length, head, strength, x, dg, dbeta):
@@ -123,18 +164,17 @@ def build_gradients(spec: KernelSpec):
             k_tile = T.alloc_shared((1, C, K), dtype)
             a_tile = T.alloc_shared((C, C), dtype)
             b_tile = T.alloc_shared((C, C), dtype)
-            lower_pull = T.alloc_shared((HALF, C), f32)  # rows from C / 2 on
-            upper_pull = T.alloc_shared((HALF, HALF), f32)  # the others, whose columns end at C / 2
             gate = T.alloc_shared((2, C), f32)
             read = T.alloc_shared((2, C), f32)  # scale exp(G)
             fade = T.alloc_shared((2, C), f32)  # exp(Gc - G)
             keep = T.alloc_shared((2,), f32)  # exp(Gc)
             q_norm = T.alloc_shared((C,), f32)
             k_norm = T.alloc_shared((C,), f32)
-            asked_dot = T.alloc_shared((2, C), f32)  # q_i . its state's part of dQ
-            recalled_dot = T.alloc_shared((2, C), f32)  # k_i . its state's part of dK
-            leaving_dot = T.alloc_shared((2, C), f32)  # k_i . its part of dK from behind
-            pulls = T.alloc_shared((2, C), f32)
+            own = T.alloc_shared((2, C), f32)  # the diagonal of Da
+            asked_dot = T.alloc_shared((2, C), f32)  # q_i . dQ_i
+            recalled_dot = T.alloc_shared((2, C), f32)  # k_i . what it reads
+            leaving_dot = T.alloc_shared((2, C), f32)  # k_i . what it gives to the state behind
+            given_dot = T.alloc_shared((2, C), f32)  # k_i . all that it gives
             diagonal = T.alloc_shared((2, C), f32)
             carried = T.alloc_shared((2, 64), f32)
             partial = T.alloc_shared((4,), f32)
@@ -147,7 +187,7 @@ def build_gradients(spec: KernelSpec):
             s_full = T.alloc_barrier([WARP] * PANELS)
             s_free = T.alloc_barrier([2 * GROUP] * PANELS)
             d_full = T.alloc_barrier([WARP] * PANELS)
-            d_free = T.alloc_barrier([GROUP] * PANELS)
+            d_free = T.alloc_barrier([2 * GROUP] * PANELS)
             made = T.alloc_barrier([GROUP])
             taken = T.alloc_barrier([GROUP])
             summed = T.alloc_barrier([2 * GROUP] * 2)
@@ -162,13 +202,13 @@ def build_gradients(spec: KernelSpec):
                 query_part = T.alloc_fragment((C, K), f32)
                 query_factor = T.alloc_fragment((C,), f32)
                 query_dot = T.alloc_fragment((C,), f32)
-                scores = T.alloc_fragment((C, C), f32)
-                asked = T.alloc_fragment((C, C), f32)  # Da, then the pulls
+                query_own = T.alloc_fragment((C,), f32)
+                asked = T.alloc_fragment((C, C), f32)  # Da, then what <S, dS'> is in
                 written = T.alloc_fragment((C, C), f32)  # Db
-                pair16 = T.alloc_fragment((C, C), dtype)
+                asked16 = T.alloc_fragment((C, C), dtype)
+                written16 = T.alloc_fragment((C, C), dtype)
                 row_gate = T.alloc_fragment((C,), f32)
                 column_gate = T.alloc_fragment((C,), f32)
-                row_sum = T.alloc_fragment((C,), f32)
                 for turn in T.serial(turns):
                     item = T.alloc_var(i32, init=turn * blocks + block)
                     chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -177,89 +217,79 @@ def build_gradients(spec: KernelSpec):
                     length = T.alloc_var(i32, init=chunk_table[chunk, 1])
                     if length > 0:
                         T.clear(query_sum)
-                        for _ in T.serial(ratio):
+                        T.clear(query_own)
+                        for j in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
                             multiply_rows(o_tile, u_tile, asked, p)
                             multiply_rows(r_tile, u_tile, written, p)
                             T.copy(gate[p, :], row_gate)
                             T.copy(gate[p, :], column_gate)
-                            T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
                             T.wait_wgmma(PANELS)
                             for a, b in T.Parallel(C, C):
-                                asked[a, b] = T.if_then_else(
-                                    a >= b, asked[a, b] * scale * T.exp2(row_gate[a] - column_gate[b]), 0.0
-                                )
-                            T.copy(asked, pair16)
-                            # The last product that read a warp's rows of this was waited for by that warp.
-                            T.copy(pair16, a_tile)
+                                if a == b:
+                                    own[p, a] = asked[a, b] * scale
+                            weigh(asked, scale, row_gate, column_gate, asked16)
                             T.wait_wgmma(0)
                             for a, b in T.Parallel(C, C):
                                 if a == b:
                                     diagonal[p, a] = written[a, b]
-                            for a, b in T.Parallel(C, C):
-                                written[a, b] = T.if_then_else(
-                                    a > b, 0.0 - written[a, b] * T.exp2(row_gate[a] - column_gate[b]), 0.0
-                                )
-                            T.copy(written, pair16)
-                            T.copy(pair16, b_tile)
+                            weigh(written, -1.0, row_gate, column_gate, written16)
+                            T.mbarrier_wait_parity(taken, (n % 2) ^ 1)
+                            # The last product that read a warp's rows of these was waited for by that warp.
+                            T.copy(asked16, a_tile)
+                            T.copy(written16, b_tile)
                             T.fence_proxy_async()
-                            T.mbarrier_wait_parity(keys_ready, done % 2)
-                            T.wgmma_gemm(q_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True)
-                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
+                            T.sync_threads(barrier_id=QUERY_BARRIER, arrive_count=GROUP)
                             T.mbarrier_arrive(made)
-                            T.wait_wgmma(0)
-                            for a, b in T.Parallel(C, C):
-                                asked[a, b] = T.if_then_else(a > b, asked[a, b] * scores[a, b], 0.0)
-                            T.wgmma_gemm(k_tile[0, :, :], k_tile[0, :, :], scores, transpose_B=True, clear_accum=True)
-                            T.wgmma_gemm(a_tile, k_tile[0, :, :], query_sum)
-                            T.wait_wgmma(1)
-                            for a, b in T.Parallel(C, C):
-                                asked[a, b] = asked[a, b] + written[a, b] * scores[a, b]
                             multiply_states(o_tile, s_tile, query_part, p, s_full, n % 2)
-                            T.reduce_sum(asked, row_sum, dim=1)
-                            for a, b in T.Parallel(C, C):
-                                if a >= HALF:
-                                    lower_pull[a - HALF, b] = asked[a, b]
-                            for a, b in T.Parallel(C, C):
-                                if a < HALF and b < HALF:
-                                    upper_pull[a, b] = asked[a, b]
-                            T.copy(row_sum, pulls[p, :])
-                            T.sync_threads(barrier_id=PAIRS_BARRIER, arrive_count=GROUP)
-                            if thread < C:
-                                column_sum = T.alloc_var(f32, init=0.0)
-                                for a in T.unroll(HALF):
-                                    column_sum = column_sum + lower_pull[a, thread]
-                                if thread < HALF:
-                                    for a in T.unroll(HALF):
-                                        column_sum = column_sum + upper_pull[a, thread]
-                                pulls[p, thread] = pulls[p, thread] - column_sum
+                            # The diagonal of S^T dS'^T^T, 64 rows of V on 64, sums to <S, dS'>.
+                            for h in T.unroll(PANELS):
+                                T.mbarrier_wait_parity(d_full[h], n % 2)
+                            T.wgmma_gemm(s_tile[0, :, :], d_tile[0, :, :], asked, transpose_B=True, clear_accum=True)
+                            if PANELS == 2:
+                                T.wgmma_gemm(s_tile[1, :, :], d_tile[1, :, :], asked, transpose_B=True)
+                            T.copy(own[p, :], query_dot)
+                            for a in T.Parallel(C):
+                                query_own[a] = query_own[a] + query_dot[a]
+                            T.copy(read[p, :], query_factor)
                             T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
                                 T.mbarrier_arrive(s_free[h])
-                            T.mbarrier_arrive(rows_free[p])
-                            T.copy(read[p, :], query_factor)
-                            fold_part(query_part, query_sum, query_factor, q_tile, query_dot)
+                                T.mbarrier_arrive(d_free[h])
+                            if j < ratio - 1:
+                                T.mbarrier_arrive(rows_free[p])
+                            for a, b in T.Parallel(64, 64):
+                                if a == b:
+                                    carried[p, a] = asked[a, b]
+                            scale_rows(query_part, query_factor)
+                            if j == 0:
+                                T.mbarrier_wait_parity(keys_ready, done % 2)
+                            T.wgmma_gemm(a_tile, k_tile[0, :, :], query_part)
+                            T.wait_wgmma(0)
+                            add_part(query_sum, query_part)
+                            dot_rows(query_part, q_tile, query_part, query_dot)
                             T.copy(query_dot, asked_dot[p, :])
                             T.mbarrier_arrive(summed[p])
                             # Here and not in front of the next products, where it would wait for stores of results.
                             T.fence_proxy_async()
                             n = n + 1
+                        add_own(query_sum, query_own, k_tile)
                         if l2norm:
                             unnormalize(query_sum, query_part, query_dot, query_factor, q_tile, q_norm)
                         T.mbarrier_arrive(keys_free)
-                        for a, b in T.Parallel(C, K):
-                            if a < length:
-                                dq[start + a, key_head, b] = T.cast(query_sum[a, b], dtype)
+                        p = T.alloc_var(i32, init=(n - 1) % 2)
+                        put_rows(query_sum, o_tile, p, dq, start, length, key_head, thread, QUERY_BARRIER)
+                        T.mbarrier_arrive(rows_free[p])
                         done = done + 1
             elif thread < 2 * GROUP:
                 T.set_max_nreg(config.roles[0].registers, 1)
                 key_sum = T.alloc_fragment((C, K), f32)
                 key_part = T.alloc_fragment((C, K), f32)
+                key_product = T.alloc_fragment((C, K), f32)
                 key_factor = T.alloc_fragment((C,), f32)
                 key_dot = T.alloc_fragment((C,), f32)
-                left_dot = T.alloc_fragment((C,), f32)
-                overlap = T.alloc_fragment((64, 64), f32)
+                key_own = T.alloc_fragment((C,), f32)
                 for turn in T.serial(turns):
                     item = T.alloc_var(i32, init=turn * blocks + block)
                     chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -268,47 +298,55 @@ def build_gradients(spec: KernelSpec):
                     length = T.alloc_var(i32, init=chunk_table[chunk, 1])
                     if length > 0:
                         T.clear(key_sum)
-                        for _ in T.serial(ratio):
+                        T.clear(key_own)
+                        for j in T.serial(ratio):
                             p = T.alloc_var(i32, init=n % 2)
                             T.mbarrier_wait_parity(rows_ready[p], (n // 2) % 2)
                             multiply_states(r_tile, s_tile, key_part, p, s_full, n % 2)
                             for a in T.Parallel(C):
                                 key_factor[a] = 0.0 - T.exp2(gate[p, a])
                             T.wait_wgmma(0)
-                            T.mbarrier_wait_parity(keys_ready, done % 2)
-                            fold_part(key_part, key_sum, key_factor, k_tile, key_dot)
-                            multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
-                            T.copy(fade[p, :], key_factor)
-                            # The diagonal of S^T dS'^T^T, 64 rows of V on 64, sums to <S, dS'>.
-                            T.wgmma_gemm(s_tile[0, :, :], d_tile[0, :, :], overlap, transpose_B=True, clear_accum=True)
-                            if PANELS == 2:
-                                T.wgmma_gemm(s_tile[1, :, :], d_tile[1, :, :], overlap, transpose_B=True)
-                            T.wait_wgmma(0)
                             for h in T.unroll(PANELS):
                                 T.mbarrier_arrive(s_free[h])
-                                T.mbarrier_arrive(d_free[h])
-                            T.mbarrier_arrive(rows_free[p])
-                            fold_part(key_part, key_sum, key_factor, k_tile, left_dot)
+                            scale_rows(key_part, key_factor)
+                            if j == 0:
+                                T.mbarrier_wait_parity(keys_ready, done % 2)
                             T.mbarrier_wait_parity(made, n % 2)
-                            T.wgmma_gemm(a_tile, q_tile[0, :, :], key_sum, transpose_A=True)
-                            T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum)
-                            T.wgmma_gemm(b_tile, k_tile[0, :, :], key_sum, transpose_A=True)
+                            T.wgmma_gemm(b_tile, k_tile[0, :, :], key_part)
+                            T.copy(own[p, :], key_dot)
+                            for a in T.Parallel(C):
+                                key_own[a] = key_own[a] + key_dot[a]
+                            T.wait_wgmma(0)
+                            add_part(key_sum, key_part)
+                            dot_rows(key_part, k_tile, key_part, key_dot)
                             T.copy(key_dot, recalled_dot[p, :])
-                            T.copy(left_dot, leaving_dot[p, :])
-                            for a, b in T.Parallel(64, 64):
-                                if a == b:
-                                    carried[p, a] = overlap[a, b]
-                            T.mbarrier_arrive(summed[p])
-                            T.fence_proxy_async()
+                            multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
+                            T.copy(fade[p, :], key_factor)
+                            T.wait_wgmma(0)
+                            for h in T.unroll(PANELS):
+                                T.mbarrier_arrive(d_free[h])
+                            if j < ratio - 1:
+                                T.mbarrier_arrive(rows_free[p])
+                            scale_rows(key_part, key_factor)
+                            dot_rows(key_part, k_tile, key_product, key_dot)
+                            T.copy(key_dot, leaving_dot[p, :])
+                            T.wgmma_gemm(a_tile, q_tile[0, :, :], key_part, transpose_A=True)
+                            T.wgmma_gemm(b_tile, k_tile[0, :, :], key_part, transpose_A=True)
                             T.wait_wgmma(0)
                             T.mbarrier_arrive(taken)
+                            add_part(key_sum, key_part)
+                            dot_rows(key_part, k_tile, key_part, key_dot)
+                            T.copy(key_dot, given_dot[p, :])
+                            T.mbarrier_arrive(summed[p])
+                            T.fence_proxy_async()
                             n = n + 1
+                        add_own(key_sum, key_own, q_tile)
                         if l2norm:
                             unnormalize(key_sum, key_part, key_dot, key_factor, k_tile, k_norm)
                         T.mbarrier_arrive(keys_free)
-                        for a, b in T.Parallel(C, K):
-                            if a < length:
-                                dk[start + a, key_head, b] = T.cast(key_sum[a, b], dtype)
+                        p = T.alloc_var(i32, init=(n - 1) % 2)
+                        put_rows(key_sum, u_tile, p, dk, start, length, key_head, thread - GROUP, KEY_BARRIER)
+                        T.mbarrier_arrive(rows_free[p])
                         done = done + 1
             else:
                 T.set_max_nreg(config.roles[1].registers, 0)
@@ -372,7 +410,7 @@ def build_gradients(spec: KernelSpec):
                             done = done + 1
                 else:
                     row = T.alloc_var(i32, init=thread - 2 * GROUP - 2 * WARP)
-                    sums = (asked_dot, recalled_dot, leaving_dot, pulls, carried)
+                    sums = (asked_dot, recalled_dot, given_dot, leaving_dot, carried)
                     x = (summed, sums, diagonal, keep, partial)
                     last_start = T.alloc_var(i32, init=0)
                     last_length = T.alloc_var(i32, init=0)
