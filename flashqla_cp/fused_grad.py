@@ -4,7 +4,8 @@
     replay, sweep, gradients, and at last gate_grad
 
 The bracketed stages exist only where documents were cut between ranks. Gradient maps travel as soon as they exist, and
-the states are replayed behind the exchange; the maps' corrections stay where the forward brought them.
+the states are replayed behind the exchange; the maps' corrections stay where the forward brought them. A call that
+keeps less (`recompute`) runs stages of the forward again in front of all this.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
             o, states, kept = call.run(tensors, gate, initial, offsets, context)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.context = call, context
-        ctx.kept, grown = kept.without_tensors()
+        ctx.kept, grown = kept.trimmed(call.recompute).without_tensors()
         ctx.save_for_backward(*differentiable, *grown)
         return o, states
 
@@ -61,11 +62,11 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: checkpointing makes them anew
         call, given, grown = ctx.call, saved[:8], saved[8:]
         tensors, gate = given[:5], given[5:7]
-        kept = ctx.kept.with_tensors(grown)
         with torch.autocast(tensors[0].device.type, enabled=False):
             x = call.inputs(tensors, gate)
+            kept = call.regain(x, ctx.kept.with_tensors(grown), given[7], ctx.context)
             do = readable(torch.zeros_like(tensors[2]) if do is None else do)
-            whole = ctx.needs_input_grad[7], call.scale, call.kernels.processors
+            whole = ctx.needs_input_grad[7], call.scale, call.machine.processors
             if ctx.context is None:
                 grads, dinitial = backward(x, kept, do, call.state(dfinal), *whole)
             else:

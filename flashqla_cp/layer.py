@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flashqla_cp.checks import as_tensor, read_documents
+from flashqla_cp.checks import as_tensor, check_recompute, read_documents
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.kernels.backend import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
@@ -55,6 +55,7 @@ class GatedDeltaNet(nn.Module):
         layer_idx: kept as an attribute for the caller; the layer itself does not use it.
         backend: "auto", "tilelang" or "torch", handed to chunk_gated_delta_rule.
         device, dtype: of the parameters.
+        recompute: "none", "solve" or "forward", handed to chunk_gated_delta_rule: keep less for the backward.
 
     Initialisation (see reset_parameters): A ~ U(0, 16) and softplus(dt_bias) log-uniform in 1e-3..1e-1, as published
     with Mamba-2 and Gated DeltaNet. transformers starts Qwen3-Next from dt_bias = 1 instead, a gate that forgets
@@ -82,15 +83,17 @@ class GatedDeltaNet(nn.Module):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         _check_sizes(hidden_size, expand_v, head_dim, num_heads, num_v_heads, conv_size, backend)
+        check_recompute(recompute)
         self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_dim, round(head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_v_heads * self.head_v_dim
         self.use_gate, self.use_short_conv, self.allow_neg_eigval = use_gate, use_short_conv, allow_neg_eigval
-        self.conv_size, self.layer_idx, self.backend = conv_size, layer_idx, backend
+        self.conv_size, self.layer_idx, self.backend, self.recompute = conv_size, layer_idx, backend, recompute
         made: dict[str, Any] = {"device": device, "dtype": dtype}
 
         conv_dim = 2 * self.key_dim + self.value_dim
@@ -168,6 +171,7 @@ class GatedDeltaNet(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             cp_context=cp_context,
             backend=self.backend,
+            recompute=self.recompute,
         )
         out = self.out_proj(self.norm(o, z).flatten(2))
         return out if padding is None else out.masked_fill(padding, 0.0)

@@ -15,6 +15,7 @@ from flashqla_cp.checks import (
     as_tensor,
     check_gate,
     check_op_inputs,
+    check_recompute,
     check_scale,
     offsets_left_on,
     read_documents,
@@ -48,6 +49,7 @@ def chunk_gated_delta_rule(
     cp_context: CPContext | None = None,
     backend: str = "auto",
     deterministic: bool = True,
+    recompute: str = "none",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated delta rule over documents, on one device or sharded over ranks.
 
@@ -79,6 +81,10 @@ def chunk_gated_delta_rule(
         cp_context: from build_cp_context; the tensors then hold this rank's local_tokens rows, B = 1.
         backend: "auto", "tilelang" or "torch". Kernels read q, k and v in place, views of one projection included.
         deterministic: bitwise equal results run to run; the torch backend always is.
+        recompute: what the backward computes again instead of keeping it, with the same gradients bit for bit:
+            "none"; "solve" (gates and the chunks' inverses, most of what is kept); "forward" (everything but the
+            last stage: nothing is kept but the arguments). With cp_context the same on every rank, since "forward"
+            sends the forward's maps again.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final states, fp32 (fp64 for fp64 inputs), or None.
@@ -95,6 +101,7 @@ def chunk_gated_delta_rule(
     A_log = as_parameter(A_log, "A_log", (num_v_heads,), q.device)
     dt_bias = as_parameter(dt_bias, "dt_bias", (num_v_heads,), q.device)
     scale = check_scale(scale, key_dim)
+    check_recompute(recompute)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
     tracked = (q, k, v, g, beta, initial_state, A_log, dt_bias)
@@ -107,59 +114,70 @@ def chunk_gated_delta_rule(
     state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
     state_shape = (num_documents, num_v_heads, *state_dims)
     initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)
-    headwise = None if cp_context is None else cp_context.headwise
-    call = None
-    if kernels is not None:
-        call = fused.Call(
-            kernels=kernels,
-            l2norm=use_qk_l2norm_in_kernel,
-            sigmoid=use_beta_sigmoid_in_kernel,
-            double=allow_neg_eigval,
-            scale=scale,
-            final=output_final_state,
-            state_v_first=state_v_first,
-        )
-        if headwise is None:
-            known = offsets if there is None else there
-            return fused_grad.run(call, (q, k, v, g, beta), (A_log, dt_bias), initial_state, known, cp_context)
+    call = fused.Call(
+        kernels=kernels,
+        l2norm=use_qk_l2norm_in_kernel,
+        sigmoid=use_beta_sigmoid_in_kernel,
+        double=allow_neg_eigval,
+        scale=scale,
+        final=output_final_state,
+        state_v_first=state_v_first,
+        recompute=recompute,
+    )
+    tensors, gate = (q, k, v, g, beta), (A_log, dt_bias)
+    if kernels is not None and (cp_context is None or cp_context.headwise is None):
+        known = offsets if there is None else there
+        return fused_grad.run(call, tensors, gate, initial_state, known, cp_context)
+    return _run_prepared(call, tensors, gate, initial_state, offsets, cp_context)
 
-    if cp_context is None:
+
+def _run_prepared(
+    call: fused.Call,
+    named: Sequence[torch.Tensor],
+    gate: tuple[torch.Tensor | None, torch.Tensor | None],
+    initial_state: torch.Tensor | None,
+    offsets: Sequence[int],
+    context: CPContext | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The torch backend, and on kernels the exchange of activations: what is per token is made in torch first."""
+    q, v = named[0], named[2]
+    if context is None:
         program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)
     else:
-        program = Program.of_context(cp_context, q.device)
+        program = Program.of_context(context, q.device)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    tensors = _token_rows((q, k, v, g, beta), program, dtype, A_log, dt_bias)
-    if use_beta_sigmoid_in_kernel:
-        tensors[4] = write_strength(tensors[4], allow_neg_eigval, dtype)
+    tensors = _token_rows(named, program, dtype, *gate)
+    if call.sigmoid:
+        tensors[4] = write_strength(tensors[4], call.double, dtype)
     state = None
     if initial_state is not None:
-        state = (initial_state.mT if state_v_first else initial_state).to(dtype)
-
-    plain = functools.partial(_on_torch, use_qk_l2norm_in_kernel, dtype, scale)
-    run = plain if call is None else functools.partial(_on_kernels, call, offsets)
-    if cp_context is not None and headwise is not None:
-        o, final_state = _run_headwise(cp_context, headwise, tensors, state, run)
+        state = (initial_state.mT if call.state_v_first else initial_state).to(dtype)
+    if call.kernels is None:
+        run = functools.partial(_on_torch, call, dtype)
+    else:
+        run = functools.partial(_on_kernels, call, offsets)
+    if context is not None and context.headwise is not None:
+        o, final_state = _run_headwise(context, context.headwise, tensors, state, run)
     else:
         o, final_state = run(program, tensors, state)
-    if state_v_first and final_state is not None:
+    if call.state_v_first and final_state is not None:
         final_state = final_state.mT
-    return o.view(v.shape).to(v.dtype), final_state if output_final_state else None
+    return o.view(v.shape).to(v.dtype), final_state if call.final else None
 
 
 def _on_torch(
-    l2norm: bool,
+    call: fused.Call,
     dtype: torch.dtype,
-    scale: float,
     program: Program,
     tensors: Sequence[torch.Tensor],
     state: torch.Tensor | None,
 ) -> Any:
     """o [T, HV, V] and the final states [N, HV, K, V], differentiable."""
     query, key, value, gate, strength = tensors
-    if l2norm:
+    if call.l2norm:
         query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
     wide = query.to(dtype), key.to(dtype), value.to(dtype), gate, strength
-    return GatedDeltaRule.apply(*wide, state, program, chunked, scale)
+    return GatedDeltaRule.apply(*wide, state, program, chunked, call.scale, call.recompute)
 
 
 def _on_kernels(
