@@ -94,6 +94,12 @@ def check_scale(scale: Any, head_k_dim: int) -> float:
     return float(scale)
 
 
+def check_double(double: bool, sigmoid: bool) -> None:
+    """Write strengths are doubled only where they are made inside. Raises ValueError."""
+    if double and not sigmoid:
+        raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
+
+
 def check_recompute(recompute: Any) -> None:
     """One of the names of what may be computed again. Raises ValueError."""
     if recompute not in RECOMPUTE:

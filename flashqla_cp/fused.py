@@ -89,16 +89,27 @@ class Call:
         """Results of chunk_gated_delta_rule, and what its backward reads again. tensors: its q, k, v, g, beta; gate:
         its A_log, dt_bias; offsets: a list if the host knows them."""
         x, initial = self.inputs(tensors, gate), self.state(initial_state)
-        final, processors = self.final, self.machine.processors
         if context is not None:
-            o, states, kept = forward_sharded(x, context, initial, self.scale, final=final, processors=processors)
+            o, states, kept = forward_sharded(x, context, initial, self.scale, self.final, self.machine.processors)
         else:
             batch, length = tensors[0].shape[:2]
-            documents = _documents(offsets, batch, length, x.q.device)
-            o, states, kept = forward(x, documents, initial, self.scale, final=final, processors=processors)
+            begun = self.begin(x, documents_of(offsets, batch, length, x.q.device))
+            o, states, kept = forward(x, begun, initial, self.scale, self.final)
         if states is not None and not self.state_v_first:
             states = states.mT
         return o.view(tensors[2].shape), states, kept
+
+    def begin(self, x: Inputs, documents: Documents) -> Kept:
+        """Documents of one process that holds all tokens, and their tables if there are any tokens."""
+        count, offsets, machine = documents.num_documents, documents.offsets, self.machine
+        if not count or not len(x.q):
+            return Kept(documents=documents)
+        if offsets is None:
+            shape = count, documents.length, x.arch, x.v.shape[1], machine.processors
+            return Kept(documents=documents, tables=tables_of_batch(*shape, x.q.device))
+        ends, heads, processors = (offsets[:-1], offsets[1:]), x.v.shape[1], machine.processors
+        tables = Tables.of(*ends, len(x.q), x.arch, num_v_heads=heads, processors=processors)
+        return Kept(documents=documents, tables=tables)
 
     def regain(self, x: Inputs, kept: Kept, initial_state: torch.Tensor | None, context: CPContext | None) -> Kept:
         """What the backward reads: `kept`, with the stages run again whose results self.recompute let go."""
@@ -128,7 +139,7 @@ def _plain_gate(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
-def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
+def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
     """Whole rows of a batch, known by their length alone, or offsets on the device."""
     count = len(offsets) - 1
     if isinstance(offsets, torch.Tensor):
@@ -144,19 +155,17 @@ def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, d
 
 
 def forward(
-    x: Inputs, documents: Documents, initial: torch.Tensor | None, scale: float, *, final: bool, processors: int
+    x: Inputs, begun: Kept, initial: torch.Tensor | None, scale: float, final: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
     """o [T, HV, V] and, with `final`, the states behind documents [N, HV, V, K], for one process with all tokens.
 
-    initial: states in front of documents [N, HV, V, K] or None.
+    begun: documents and tables; initial: states in front of documents [N, HV, V, K] or None.
     """
-    count, heads, offsets = documents.num_documents, x.v.shape[1], documents.offsets
-    if not count or not len(x.q):
-        return torch.zeros_like(x.v), pass_on(x, count, initial) if final else None, Kept(documents=documents)
-    if offsets is None:
-        tables = tables_of_batch(count, documents.length, x.arch, heads, processors, x.q.device)
-    else:
-        tables = Tables.of(offsets[:-1], offsets[1:], len(x.q), x.arch, num_v_heads=heads, processors=processors)
+    documents, tables = begun.documents, begun.tables
+    assert documents is not None
+    count, offsets = documents.num_documents, documents.offsets
+    if tables is None:
+        return torch.zeros_like(x.v), pass_on(x, count, initial) if final else None, begun
     kept = prepare(x, documents, tables, initial)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     states = pass_on(x, count, initial) if final else None
@@ -193,7 +202,7 @@ def pass_on(x: Inputs, num_documents: int, initial: torch.Tensor | None) -> torc
 
 
 def forward_sharded(
-    x: Inputs, context: CPContext, initial: torch.Tensor | None, scale: float, *, final: bool, processors: int
+    x: Inputs, context: CPContext, initial: torch.Tensor | None, scale: float, final: bool, processors: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
     """As forward, for this rank's tokens; states count the documents of the whole stream."""
     local = Local.of(context, x, processors)

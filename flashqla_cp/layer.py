@@ -31,6 +31,7 @@ from flashqla_cp.kernels.backend import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
+from flashqla_cp.traced import padding_rows
 
 
 class GatedDeltaNet(nn.Module):
@@ -147,10 +148,13 @@ class GatedDeltaNet(nn.Module):
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
             got = tuple(hidden_states.shape)
             raise ValueError(f"hidden_states: got shape {got}, expected [B, T, {self.hidden_size}]")
-        offsets = read_documents(hidden_states, "hidden_states", cu_seqlens, None, cp_context)
-        if cu_seqlens is not None:
-            cu_seqlens = torch.tensor(offsets)  # on the host, so that nobody reads them from the device again
-        padding = _padding_rows(hidden_states, offsets, cp_context)
+        if torch.compiler.is_compiling():
+            padding = padding_rows(hidden_states, cu_seqlens, cp_context)
+        else:
+            offsets = read_documents(hidden_states, "hidden_states", cu_seqlens, None, cp_context)
+            if cu_seqlens is not None:
+                cu_seqlens = torch.tensor(offsets)  # on the host, so that nobody reads them from the device again
+            padding = _padding_rows(hidden_states, offsets, cp_context)
         if padding is not None:
             hidden_states = hidden_states.masked_fill(padding, 0.0)
         q, k, v, z = self._project(hidden_states, cu_seqlens, cp_context)
