@@ -10,6 +10,8 @@ part in the same collectives. fused.py and fused_grad.py are the same on TileLan
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -38,44 +40,102 @@ class GatedDeltaRule(torch.autograd.Function):
         program: Program,
         stages: ModuleType,
         scale: float,
+        recompute: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.autocast(q.device.type, enabled=False):
-            decay = stages.gate_cumsum(g, program.table)
-            inverse = stages.solve(k, beta, decay, program.table)
-            own = _own_entries(initial_state, program, v, k.shape[-1])
-            pending = _send_states(k, v, beta, decay, inverse, own, program, stages)
-            prepared = stages.prepare(q, k, v, beta, decay, inverse, program.table)
-            arrived = pending.wait()
-            values = torch.cat([own, arrived.states])
-            o, exits = stages.forward(prepared, stages.EntryStates(values, program.entry_row), scale)
-            final_state = own.new_zeros(program.num_documents, *own.shape[1:])
+            ahead = _Ahead.of(q, k, v, g, beta, initial_state, program, stages)
+            values = ahead.values
+            o, exits = stages.forward(ahead.prepared, stages.EntryStates(values, program.entry_row), scale)
+            final_state = values.new_zeros(program.num_documents, *values.shape[1:])
             final_state.index_copy_(0, program.exits[1], exits.index_select(0, program.exits[0]))
             if initial_state is not None:
                 final_state.index_copy_(0, program.empty, initial_state.index_select(0, program.empty))
         ctx.program, ctx.stages, ctx.scale = program, stages, scale
-        ctx.has_initial = initial_state is not None
-        ctx.save_for_backward(q, k, v, beta, decay, inverse, values, *arrived.kept)
+        ctx.has_initial, ctx.recompute = initial_state is not None, recompute
+        if recompute == "forward":
+            ctx.save_for_backward(q, k, v, beta, g, initial_state)
+        else:
+            solved = (g,) if recompute == "solve" else (ahead.decay, ahead.inverse)
+            ctx.save_for_backward(q, k, v, beta, *solved, values, *ahead.kept)
         return o, final_state
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor, dfinal: torch.Tensor) -> tuple[Any, ...]:
-        q, k, v, beta, decay, inverse, values, *kept = ctx.saved_tensors
+        q, k, v, beta, *saved = ctx.saved_tensors
         program, stages, scale = ctx.program, ctx.stages, ctx.scale
         with torch.autocast(q.device.type, enabled=False):
+            ahead = _Ahead.again(q, k, v, beta, saved, program, stages, ctx.recompute)
+            solved, prepared = (ahead.decay, ahead.inverse), ahead.prepared
             own = dfinal.index_select(0, program.exits[1])
-            pending = _send_gradients(q, k, beta, decay, inverse, do, own, tuple(kept), program, stages, scale)
-            prepared = stages.prepare(q, k, v, beta, decay, inverse, program.table)
-            ahead = stages.replay(prepared, stages.EntryStates(values, program.entry_row))
+            pending = _send_gradients(q, k, beta, *solved, do, own, ahead.kept, program, stages, scale)
+            if prepared is None:
+                prepared = stages.prepare(q, k, v, beta, *solved, program.table)
+            replayed = stages.replay(prepared, stages.EntryStates(ahead.values, program.entry_row))
             dexit = stages.EntryStates(torch.cat([own, pending.wait().states]), program.exit_row)
-            grads = stages.backward(prepared, ahead, do, dexit, scale)
+            grads = stages.backward(prepared, replayed, do, dexit, scale)
             dg = stages.gate_cumsum(grads.ddecay, program.table, reverse=True)
             dinitial = None
             if ctx.has_initial:
                 dinitial = torch.zeros_like(dfinal)
                 dinitial.index_copy_(0, program.entries[1], grads.dentry.index_select(0, program.entries[0]))
                 dinitial.index_copy_(0, program.empty, dfinal.index_select(0, program.empty))
-        return grads.dq, grads.dk, grads.dv, dg, grads.dbeta, dinitial, None, None, None
+        return grads.dq, grads.dk, grads.dv, dg, grads.dbeta, dinitial, None, None, None, None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ahead:
+    """What all stages but the last have found. values: states in front of segments; kept: of the exchange, for its
+    backward. prepared is None where it is still to be made."""
+
+    decay: torch.Tensor
+    inverse: torch.Tensor
+    values: torch.Tensor
+    kept: tuple[torch.Tensor, ...]
+    prepared: Any
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        initial_state: torch.Tensor | None,
+        program: Program,
+        stages: ModuleType,
+    ) -> _Ahead:
+        decay = stages.gate_cumsum(g, program.table)
+        inverse = stages.solve(k, beta, decay, program.table)
+        own = _own_entries(initial_state, program, v, k.shape[-1])
+        pending = _send_states(k, v, beta, decay, inverse, own, program, stages)
+        prepared = stages.prepare(q, k, v, beta, decay, inverse, program.table)
+        arrived = pending.wait()
+        return cls(decay, inverse, torch.cat([own, arrived.states]), arrived.kept, prepared)
+
+    @classmethod
+    def again(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        beta: torch.Tensor,
+        saved: Sequence[Any],
+        program: Program,
+        stages: ModuleType,
+        recompute: str,
+    ) -> _Ahead:
+        """In the backward, from what the forward has saved."""
+        if recompute == "forward":
+            g, initial_state = saved
+            return cls.of(q, k, v, g, beta, initial_state, program, stages)
+        if recompute == "none":
+            decay, inverse, values, *kept = saved
+            return cls(decay, inverse, values, tuple(kept), None)
+        g, values, *kept = saved
+        decay = stages.gate_cumsum(g, program.table)
+        return cls(decay, stages.solve(k, beta, decay, program.table), values, tuple(kept), None)
 
 
 def _own_entries(initial: torch.Tensor | None, program: Program, v: torch.Tensor, key_dim: int) -> torch.Tensor:

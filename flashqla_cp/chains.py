@@ -104,6 +104,13 @@ class Kept:
     entries: Entries | None = None
     exchanged: tuple[torch.Tensor, ...] = ()
 
+    def trimmed(self, recompute: str) -> Kept:
+        """This without what the backward is told to compute again: "none", "solve" or "forward"."""
+        if recompute == "none":
+            return self
+        kept = replace(self, solved=None)
+        return kept if recompute == "solve" else replace(kept, maps=None, entries=None, exchanged=())
+
     def without_tensors(self) -> tuple[Kept, list[torch.Tensor | None]]:
         """This without what grows with the stream, and that: for autograd to keep."""
         parts = ((Solved, self.solved), (Maps, self.maps))

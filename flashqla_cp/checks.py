@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from flashqla_cp.kernels.host.memory import RECOMPUTE
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.foreign import is_array, take_over
 from flashqla_cp.parallel.plan import check_offsets, offsets_tensor, read_offsets, refuse_dtensor
@@ -91,6 +92,18 @@ def check_scale(scale: Any, head_k_dim: int) -> float:
     if not math.isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
     return float(scale)
+
+
+def check_double(double: bool, sigmoid: bool) -> None:
+    """Write strengths are doubled only where they are made inside. Raises ValueError."""
+    if double and not sigmoid:
+        raise ValueError("allow_neg_eigval: only allowed with use_beta_sigmoid_in_kernel=True")
+
+
+def check_recompute(recompute: Any) -> None:
+    """One of the names of what may be computed again. Raises ValueError."""
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute: got {recompute!r}, expected one of {', '.join(map(repr, RECOMPUTE))}")
 
 
 def read_documents(

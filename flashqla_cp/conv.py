@@ -11,8 +11,10 @@ import torch
 from flashqla_cp.checks import as_parameter, as_tensor, check_conv_inputs, read_documents
 from flashqla_cp.kernels.reference import causal_conv
 from flashqla_cp.kernels.reference.causal_conv import ConvTable
+from flashqla_cp.library import convolve_with
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.halo import Halo
+from flashqla_cp.traced import traced_conv
 
 
 def causal_conv1d(
@@ -41,6 +43,9 @@ def causal_conv1d(
     Raises:
         TypeError, ValueError: a bad argument; the text names it.
     """
+    if torch.compiler.is_compiling():
+        check_conv_inputs(x, weight, activation, None)
+        return traced_conv(x, weight, bias, activation is not None, cu_seqlens, cp_context), None
     x = as_tensor(x, "x")
     weight = as_tensor(weight, "weight")
     check_conv_inputs(x, weight, activation, cp_context)
@@ -55,6 +60,9 @@ def causal_conv1d(
         table = _document_table(offsets, x.shape[0] * x.shape[1], width, x.device)
     y = CausalConv.apply(x.flatten(0, 1), weight, bias, halo, table, activation is not None)
     return y.view(x.shape), None
+
+
+convolve_with(causal_conv1d)
 
 
 class CausalConv(torch.autograd.Function):

@@ -31,15 +31,23 @@ fold_with(kernels.fold)
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Call:
-    """Options of one call of the op, as chunk_gated_delta_rule names them, and the kernels that run it."""
+    """Options of one call of the op, as chunk_gated_delta_rule names them, and the kernels that run it, None for the
+    torch backend."""
 
-    kernels: Kernels
+    kernels: Kernels | None
     l2norm: bool
     sigmoid: bool
     double: bool
     scale: float
     final: bool
     state_v_first: bool
+    recompute: str
+
+    @property
+    def machine(self) -> Kernels:
+        """The kernels, of a call that has them."""
+        assert self.kernels is not None
+        return self.kernels
 
     def after_gates(self) -> Call:
         """The same call on log gates and write strengths instead of what they are made of, with plain final states."""
@@ -60,7 +68,7 @@ class Call:
             l2norm=self.l2norm,
             sigmoid=self.sigmoid,
             double=self.double,
-            arch=self.kernels.arch,
+            arch=self.machine.arch,
         )
 
     def state(self, x: torch.Tensor | None) -> torch.Tensor | None:
@@ -81,16 +89,39 @@ class Call:
         """Results of chunk_gated_delta_rule, and what its backward reads again. tensors: its q, k, v, g, beta; gate:
         its A_log, dt_bias; offsets: a list if the host knows them."""
         x, initial = self.inputs(tensors, gate), self.state(initial_state)
-        final, processors = self.final, self.kernels.processors
         if context is not None:
-            o, states, kept = forward_sharded(x, context, initial, self.scale, final=final, processors=processors)
+            o, states, kept = forward_sharded(x, context, initial, self.scale, self.final, self.machine.processors)
         else:
             batch, length = tensors[0].shape[:2]
-            documents = _documents(offsets, batch, length, x.q.device)
-            o, states, kept = forward(x, documents, initial, self.scale, final=final, processors=processors)
+            begun = self.begin(x, documents_of(offsets, batch, length, x.q.device))
+            o, states, kept = forward(x, begun, initial, self.scale, self.final)
         if states is not None and not self.state_v_first:
             states = states.mT
         return o.view(tensors[2].shape), states, kept
+
+    def begin(self, x: Inputs, documents: Documents) -> Kept:
+        """Documents of one process that holds all tokens, and their tables if there are any tokens."""
+        count, offsets, machine = documents.num_documents, documents.offsets, self.machine
+        if not count or not len(x.q):
+            return Kept(documents=documents)
+        if offsets is None:
+            shape = count, documents.length, x.arch, x.v.shape[1], machine.processors
+            return Kept(documents=documents, tables=tables_of_batch(*shape, x.q.device))
+        ends, heads, processors = (offsets[:-1], offsets[1:]), x.v.shape[1], machine.processors
+        tables = Tables.of(*ends, len(x.q), x.arch, num_v_heads=heads, processors=processors)
+        return Kept(documents=documents, tables=tables)
+
+    def regain(self, x: Inputs, kept: Kept, initial_state: torch.Tensor | None, context: CPContext | None) -> Kept:
+        """What the backward reads: `kept`, with the stages run again whose results self.recompute let go."""
+        if self.recompute == "forward" and context is not None:
+            return prepare_sharded(x, Local.of(context, x, self.machine.processors), self.state(initial_state))
+        tables = kept.tables
+        if self.recompute == "none" or tables is None or not tables.num_chains:
+            return kept
+        if self.recompute == "solve":
+            return replace(kept, solved=kernels.solve(x, kernels.gate_cumsum(x, tables), tables))
+        assert kept.documents is not None
+        return prepare(x, kept.documents, tables, self.state(initial_state))
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +139,7 @@ def _plain_gate(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
-def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
+def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
     """Whole rows of a batch, known by their length alone, or offsets on the device."""
     count = len(offsets) - 1
     if isinstance(offsets, torch.Tensor):
@@ -124,33 +155,42 @@ def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, d
 
 
 def forward(
-    x: Inputs, documents: Documents, initial: torch.Tensor | None, scale: float, *, final: bool, processors: int
+    x: Inputs, begun: Kept, initial: torch.Tensor | None, scale: float, final: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
     """o [T, HV, V] and, with `final`, the states behind documents [N, HV, V, K], for one process with all tokens.
 
-    initial: states in front of documents [N, HV, V, K] or None.
+    begun: documents and tables; initial: states in front of documents [N, HV, V, K] or None.
     """
-    count, heads, offsets = documents.num_documents, x.v.shape[1], documents.offsets
-    if not count or not len(x.q):
-        return torch.zeros_like(x.v), pass_on(x, count, initial) if final else None, Kept(documents=documents)
-    if offsets is None:
-        tables = tables_of_batch(count, documents.length, x.arch, heads, processors, x.q.device)
-    else:
-        tables = Tables.of(offsets[:-1], offsets[1:], len(x.q), x.arch, num_v_heads=heads, processors=processors)
-    entries = None
-    if initial is not None:
-        entries = documents.entries(initial)
-    solved = kernels.solve(x, kernels.gate_cumsum(x, tables), tables)
-    maps = carried = None
-    if tables.divided:
-        maps = kernels.summary(x, solved, tables, entered=entries is not None)
-        carried = kernels.affine_chain(x, maps, tables, entries)
+    documents, tables = begun.documents, begun.tables
+    assert documents is not None
+    count, offsets = documents.num_documents, documents.offsets
+    if tables is None:
+        return torch.zeros_like(x.v), pass_on(x, count, initial) if final else None, begun
+    kept = prepare(x, documents, tables, initial)
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     states = pass_on(x, count, initial) if final else None
-    kernels.forward(x, solved, tables, carried, entries, scale, o, states)
+    _finish(x, kept, scale, o, states)
     if offsets is not None:
         kernels.clear_rows(o, offsets[1:], x.arch)
-    return o, states, Kept(documents=documents, tables=tables, solved=solved, maps=maps, entries=entries)
+    return o, states, kept
+
+
+def prepare(x: Inputs, documents: Documents, tables: Tables, initial: torch.Tensor | None) -> Kept:
+    """All stages in front of the last, for one process with all tokens, of which there are some."""
+    entries = None if initial is None else documents.entries(initial)
+    solved = kernels.solve(x, kernels.gate_cumsum(x, tables), tables)
+    maps = None
+    if tables.divided:
+        maps = kernels.summary(x, solved, tables, entered=entries is not None)
+        kernels.affine_chain(x, maps, tables, entries)
+    return Kept(documents=documents, tables=tables, solved=solved, maps=maps, entries=entries)
+
+
+def _finish(x: Inputs, kept: Kept, scale: float, o: torch.Tensor, states: torch.Tensor | None) -> None:
+    """The last stage. states: behind chains, if they are wanted."""
+    assert kept.solved is not None and kept.tables is not None
+    carried = None if kept.maps is None else kept.maps.boundary
+    kernels.forward(x, kept.solved, kept.tables, carried, kept.entries, scale, o, states)
 
 
 def pass_on(x: Inputs, num_documents: int, initial: torch.Tensor | None) -> torch.Tensor:
@@ -162,18 +202,34 @@ def pass_on(x: Inputs, num_documents: int, initial: torch.Tensor | None) -> torc
 
 
 def forward_sharded(
-    x: Inputs, context: CPContext, initial: torch.Tensor | None, scale: float, *, final: bool, processors: int
+    x: Inputs, context: CPContext, initial: torch.Tensor | None, scale: float, final: bool, processors: int
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
     """As forward, for this rank's tokens; states count the documents of the whole stream."""
     local = Local.of(context, x, processors)
     program, tables = local.program, local.tables
+    kept = prepare_sharded(x, local, initial)
+    if not tables.num_chains:
+        return torch.zeros_like(x.v), passed_on(x, program, initial) if final else None, kept
+    fill = torch.empty_like if program.covered is None else torch.zeros_like
+    o = fill(x.v, memory_format=torch.contiguous_format)
     heads, width = x.v.shape[1], x.q.shape[2]
+    exits = x.numbers(tables.num_chains, heads, width, width) if final else None
+    _finish(x, kept, scale, o, exits)
+    if exits is None:
+        return o, None, kept
+    states = passed_on(x, program, initial)
+    return o, states.index_copy_(0, program.exits[1], exits.index_select(0, program.exits[0])), kept
+
+
+def prepare_sharded(x: Inputs, local: Local, initial: torch.Tensor | None) -> Kept:
+    """As prepare, for this rank's tokens, if any: the exchange included, in which every rank takes part."""
+    program, tables = local.program, local.tables
     if not tables.num_chains:
         kept = Kept(tables=tables)
         if program.exchange is not None:
-            nothing = x.numbers(0, heads, width, width)
+            nothing = x.numbers(0, x.v.shape[1], x.v.shape[2], x.q.shape[2])
             kept = replace(kept, exchanged=program.exchange.forward(nothing, nothing).wait().kept)
-        return torch.zeros_like(x.v), passed_on(x, program, initial) if final else None, kept
+        return kept
     solved = kernels.solve(x, kernels.gate_cumsum(x, tables), tables)
     own = None if initial is None else initial.index_select(0, program.entries[1])
     exchanged: tuple[torch.Tensor, ...] = ()
@@ -185,8 +241,9 @@ def forward_sharded(
         exchanged = arrived.kept
         values = joined(x, own, program.entries.shape[1], arrived.states.mT.contiguous())
         entries = Entries(values=values, row=local.entry_row)
-    kept = Kept(tables=tables, solved=solved, maps=maps, entries=entries, exchanged=exchanged)
-    return *_finish(x, local, kept, initial, scale, final), kept
+    if maps is not None:
+        kernels.affine_chain(x, maps, tables, entries)
+    return Kept(tables=tables, solved=solved, maps=maps, entries=entries, exchanged=exchanged)
 
 
 def joined(x: Inputs, known: torch.Tensor | None, count: int, arrived: torch.Tensor) -> torch.Tensor:
@@ -209,29 +266,6 @@ def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None) -> Pending
         correction = maps.correction[:0]
     boundary = carried.mT.index_select(0, local.exit_rows)
     return program.exchange.forward(boundary, correction)
-
-
-def _finish(
-    x: Inputs,
-    local: Local,
-    kept: Kept,
-    initial: torch.Tensor | None,
-    scale: float,
-    final: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The stages that need the entry states."""
-    program, tables, maps, entries = local.program, local.tables, kept.maps, kept.entries
-    assert kept.solved is not None
-    carried = None if maps is None else kernels.affine_chain(x, maps, tables, entries)
-    fill = torch.empty_like if program.covered is None else torch.zeros_like
-    o = fill(x.v, memory_format=torch.contiguous_format)
-    heads, width = x.v.shape[1], x.q.shape[2]
-    exits = x.numbers(tables.num_chains, heads, width, width) if final else None
-    kernels.forward(x, kept.solved, tables, carried, entries, scale, o, exits)
-    if exits is None:
-        return o, None
-    states = passed_on(x, program, initial)
-    return o, states.index_copy_(0, program.exits[1], exits.index_select(0, program.exits[0]))
 
 
 def passed_on(x: Inputs, program: Program, initial: torch.Tensor | None) -> torch.Tensor:

@@ -5,7 +5,8 @@
 
 The bracketed stages exist only where documents were cut between ranks. The first line runs on a stream of its own,
 beside the first slab's replay, which needs none of it: it leaves most of a device idle where most heads forget, and in
-its exchange. The maps' corrections stay where the forward brought them.
+its exchange. The maps' corrections stay where the forward brought them. A call that keeps less (`recompute`) runs stages
+of the forward again in front of all this.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
             o, states, kept = call.run(tensors, gate, initial, offsets, context)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.context = call, context
-        ctx.kept, grown = kept.without_tensors()
+        ctx.kept, grown = kept.trimmed(call.recompute).without_tensors()
         ctx.save_for_backward(*differentiable, *grown)
         return o, states
 
@@ -61,26 +62,40 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing makes them anew
-        call, given, grown = ctx.call, saved[:8], saved[8:]
-        tensors, gate = given[:5], given[5:7]
-        kept = ctx.kept.with_tensors(grown)
-        with torch.autocast(tensors[0].device.type, enabled=False):
-            x = call.inputs(tensors, gate)
-            do = readable(torch.zeros_like(tensors[2]) if do is None else do)
-            whole = ctx.needs_input_grad[7], call.scale, call.kernels.processors
-            if ctx.context is None:
-                grads, dinitial = backward(x, kept, do, call.state(dfinal), *whole)
-            else:
-                grads, dinitial = backward_sharded(x, ctx.context, kept, do, call.state(dfinal), *whole)
-            if kept.solved is None:  # no token of any document
-                dg, *dgate = (None if like is None else torch.zeros_like(like) for like in (x.g, x.A_log, x.dt_bias))
-            else:
-                dg, *dgate = kernels.gate_grad(x, grads.dg)
-        if dinitial is not None and not call.state_v_first:
-            dinitial = dinitial.mT
-        found = (grads.dq, grads.dk, grads.dv, dg, grads.dbeta, *dgate, dinitial)
-        shaped = (None if like is None else _like(dx, like) for dx, like in zip(found, given, strict=True))
-        return *shaped, None, None, None
+        given, kept = saved[:8], ctx.kept.with_tensors(saved[8:])
+        found = gradients(ctx.call, given, kept, ctx.context, do, dfinal, ctx.needs_input_grad[7])
+        return *found, None, None, None
+
+
+def gradients(
+    call: Call,
+    given: Sequence[Any],
+    kept: Kept,
+    context: CPContext | None,
+    do: torch.Tensor | None,
+    dfinal: torch.Tensor | None,
+    wants_initial: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of q, k, v, g, beta, A_log, dt_bias and the initial state, which are `given`; None of what is None,
+    and of the initial state if it is not wanted. kept: as much of it as call.recompute says."""
+    tensors, gate = given[:5], given[5:7]
+    with torch.autocast(tensors[0].device.type, enabled=False):
+        x = call.inputs(tensors, gate)
+        kept = call.regain(x, kept, given[7], context)
+        do = readable(torch.zeros_like(tensors[2]) if do is None else do)
+        whole = wants_initial, call.scale, call.machine.processors
+        if context is None:
+            grads, dinitial = backward(x, kept, do, call.state(dfinal), *whole)
+        else:
+            grads, dinitial = backward_sharded(x, context, kept, do, call.state(dfinal), *whole)
+        if kept.solved is None:  # no token of any document
+            dg, *dgate = (None if like is None else torch.zeros_like(like) for like in (x.g, x.A_log, x.dt_bias))
+        else:
+            dg, *dgate = kernels.gate_grad(x, grads.dg)
+    if dinitial is not None and not call.state_v_first:
+        dinitial = dinitial.mT
+    found = (grads.dq, grads.dk, grads.dv, dg, grads.dbeta, *dgate, dinitial)
+    return tuple(None if like is None else _like(dx, like) for dx, like in zip(found, given, strict=True))
 
 
 def _like(dx: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:

@@ -25,12 +25,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flashqla_cp.checks import as_tensor, read_documents
+from flashqla_cp.checks import as_tensor, check_recompute, read_documents
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.kernels.backend import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
+from flashqla_cp.traced import padding_rows
 
 
 class GatedDeltaNet(nn.Module):
@@ -55,6 +56,7 @@ class GatedDeltaNet(nn.Module):
         layer_idx: kept as an attribute for the caller; the layer itself does not use it.
         backend: "auto", "tilelang" or "torch", handed to chunk_gated_delta_rule.
         device, dtype: of the parameters.
+        recompute: "none", "solve" or "forward", handed to chunk_gated_delta_rule: keep less for the backward.
 
     Initialisation (see reset_parameters): A ~ U(0, 16) and softplus(dt_bias) log-uniform in 1e-3..1e-1, as published
     with Mamba-2 and Gated DeltaNet. transformers starts Qwen3-Next from dt_bias = 1 instead, a gate that forgets
@@ -82,15 +84,17 @@ class GatedDeltaNet(nn.Module):
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        recompute: str = "none",
     ) -> None:
         super().__init__()
         num_v_heads = num_heads if num_v_heads is None else num_v_heads
         _check_sizes(hidden_size, expand_v, head_dim, num_heads, num_v_heads, conv_size, backend)
+        check_recompute(recompute)
         self.hidden_size, self.num_heads, self.num_v_heads = hidden_size, num_heads, num_v_heads
         self.head_k_dim, self.head_v_dim = head_dim, round(head_dim * expand_v)
         self.key_dim, self.value_dim = num_heads * self.head_k_dim, num_v_heads * self.head_v_dim
         self.use_gate, self.use_short_conv, self.allow_neg_eigval = use_gate, use_short_conv, allow_neg_eigval
-        self.conv_size, self.layer_idx, self.backend = conv_size, layer_idx, backend
+        self.conv_size, self.layer_idx, self.backend, self.recompute = conv_size, layer_idx, backend, recompute
         made: dict[str, Any] = {"device": device, "dtype": dtype}
 
         conv_dim = 2 * self.key_dim + self.value_dim
@@ -144,10 +148,13 @@ class GatedDeltaNet(nn.Module):
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
             got = tuple(hidden_states.shape)
             raise ValueError(f"hidden_states: got shape {got}, expected [B, T, {self.hidden_size}]")
-        offsets = read_documents(hidden_states, "hidden_states", cu_seqlens, None, cp_context)
-        if cu_seqlens is not None:
-            cu_seqlens = torch.tensor(offsets)  # on the host, so that nobody reads them from the device again
-        padding = _padding_rows(hidden_states, offsets, cp_context)
+        if torch.compiler.is_compiling():
+            padding = padding_rows(hidden_states, cu_seqlens, cp_context)
+        else:
+            offsets = read_documents(hidden_states, "hidden_states", cu_seqlens, None, cp_context)
+            if cu_seqlens is not None:
+                cu_seqlens = torch.tensor(offsets)  # on the host, so that nobody reads them from the device again
+            padding = _padding_rows(hidden_states, offsets, cp_context)
         if padding is not None:
             hidden_states = hidden_states.masked_fill(padding, 0.0)
         q, k, v, z = self._project(hidden_states, cu_seqlens, cp_context)
@@ -168,6 +175,7 @@ class GatedDeltaNet(nn.Module):
             allow_neg_eigval=self.allow_neg_eigval,
             cp_context=cp_context,
             backend=self.backend,
+            recompute=self.recompute,
         )
         out = self.out_proj(self.norm(o, z).flatten(2))
         return out if padding is None else out.masked_fill(padding, 0.0)

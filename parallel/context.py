@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import operator
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -82,6 +85,7 @@ class CPContext:
             order, on the device of the offsets given and on the CPU; padding between pieces counts as a piece.
         segment_documents: for each of those pieces its document, or -1 for padding.
         num_documents: documents of the whole stream.
+        handle: an integer tensor that stands for this context inside compiled graphs; see context_of.
     """
 
     @torch.inference_mode(False)
@@ -102,6 +106,7 @@ class CPContext:
         self.memo: dict[Any, Any] = {}
         if conv1d_kernel_size is not None:
             self.halo(conv1d_kernel_size)
+        self.handle = _handle_of(self)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -171,6 +176,26 @@ class CPContext:
             f"CPContext(rank {self.rank}/{self.world_size}, {self.plan.layout}, {self.exchange}, "
             f"{self.num_documents} documents, {self.plan.num_tokens} tokens; {owners})"
         )
+
+
+_contexts: dict[int, CPContext] = {}
+_numbers = itertools.count()
+
+
+def context_of(handle: torch.Tensor) -> CPContext:
+    """The context that a handle stands for. It lives as long as the handle's memory does, so a graph that has kept the
+    handle for its backward can still find it."""
+    return _contexts[int(handle)]
+
+
+def _handle_of(context: CPContext) -> torch.Tensor:
+    """A number in CPU memory, int64 []: graphs read it when they run, so that no context is compiled into them."""
+    number = next(_numbers)
+    handle = torch.tensor(number, dtype=torch.int64, device="cpu")
+    # A twin without the handle, all parts shared: were it the context itself, neither would ever be freed.
+    _contexts[number] = copy.copy(context)
+    weakref.finalize(handle.untyped_storage(), _contexts.pop, number).atexit = False
+    return handle
 
 
 class _Unshard(torch.autograd.Function):

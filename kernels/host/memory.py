@@ -10,12 +10,13 @@ from flashqla_cp.kernels.host.tables import TableSizes
 from flashqla_cp.kernels.tuning import SCRATCH_BUDGET, head_slabs
 
 WIDE = 4  # bytes of fp32 and int32
+RECOMPUTE = ("none", "solve", "forward")  # what the backward computes again: each keeps less than the one before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBytes:
-    """saved: what a call of the op keeps for its backward beside its inputs. scratch: what the backward allocates and
-    gives back, beside the gradients themselves."""
+    """saved: what a call of the op keeps for its backward beside its inputs. scratch: what the backward holds at most
+    beside that and the gradients themselves, and gives back."""
 
     saved: int
     scratch: int
@@ -34,6 +35,9 @@ def training_bytes(
     exchanged: bool = False,
     num_entries: int = 0,
     longest: int | None = None,
+    recompute: str = "none",
+    strided_do: bool = False,
+    num_exits: int = 0,
 ) -> TrainingBytes:
     """Bytes of one call for num_tokens rows (of all the batch) and head_dim = K = V.
 
@@ -43,7 +47,15 @@ def training_bytes(
         exchanged: with a context that cuts documents. The few states that its exchange keeps are not counted.
         num_entries: states in front of documents: initial states, and those that arrive from other ranks.
         longest: tokens of the longest document, known for equal batch rows and with a context.
+        recompute: of the call.
+        strided_do: the gradient of o arrives as a view that kernels cannot read in place, or not at all: expanded, as
+            that of o.sum(), or transposed. A copy is made.
+        num_exits: final states whose gradient arrives and is copied, since it is not [N, HV, V, K] in fp32.
+
+    Raises ValueError for an unknown recompute.
     """
+    if recompute not in RECOMPUTE:
+        raise ValueError(f"recompute: got {recompute!r}, expected one of {', '.join(map(repr, RECOMPUTE))}")
     size = TableSizes.of(
         num_tokens,
         num_documents,
@@ -61,7 +73,10 @@ def training_bytes(
     slabs = head_slabs(num_v_heads, num_v_heads // num_heads, head_bytes, SCRATCH_BUDGET)
     slab = max(count for _, count in slabs) * head_bytes
     dmaps = size.rows * state * (2 if exchanged else 1) if size.divided else 0
+    copied = num_exits * state + (num_tokens * num_v_heads * head_dim * element_size if strided_do else 0)
+    kept = {"none": solved + maps + entries, "solve": maps + entries, "forward": 0}[recompute]
+    again = solved + maps + entries - kept
     return TrainingBytes(
-        saved=solved + maps + entries,
-        scratch=slab + dmaps + 2 * num_tokens * num_v_heads * WIDE,
+        saved=kept,
+        scratch=again + slab + dmaps + copied + 2 * num_tokens * num_v_heads * WIDE,
     )

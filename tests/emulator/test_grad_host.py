@@ -10,13 +10,12 @@ import pytest
 import torch
 from grad_cases import expected_of, finely, gradients_of, hold, leaves_of, upstream
 from plain_stages import STAGES
-from test_op_emulated import OFFSETS, PROCESSORS, TOKENS, emulated, emulation, inputs_of
+from test_op_emulated import OFFSETS, TOKENS, emulated, emulation, inputs_of
 
 from flashqla_cp import chunk_gated_delta_rule
 from flashqla_cp.kernels.arch import arch_by_name
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.host import backward
-from flashqla_cp.kernels.host.memory import training_bytes
 from flashqla_cp.kernels.spec import make_spec
 from flashqla_cp.testing.metrics import relative_l2
 from flashqla_cp.testing.oracle import gated_delta_rule_oracle
@@ -158,7 +157,7 @@ def test_ghosts_and_foreign_numbers_change_no_bit():
 
 def test_offsets_rewritten_before_the_backward(monkeypatch):
     """Offsets that stay where they are, as on a GPU, may be others by the time of the backward."""
-    monkeypatch.setattr(import_module("flashqla_cp.op"), "offsets_left_on", lambda q, name, offsets, _: offsets)
+    monkeypatch.setattr(import_module("flashqla_cp.bound"), "offsets_left_on", lambda q, name, offsets, _: offsets)
     tensors, initial = packed()
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     results = []
@@ -234,33 +233,6 @@ def test_nothing_but_empty_documents(tokens):
         found = gradients_of(tensors, initial, cu_seqlens=torch.tensor([0, 0, 0]))
     assert torch.equal(found["initial_state"], upstream(tensors[2], initial)[1])
     assert all(torch.all(found[name] == 0) for name in ("q", "k", "v", "g", "beta"))
-
-
-@pytest.mark.parametrize("l2norm", (pytest.param(False, marks=pytest.mark.slow), True))
-def test_bytes_are_known_beforehand(l2norm):
-    tensors, initial = packed()
-    leaves, kept = leaves_of(tensors, initial), {}
-    known = {x.untyped_storage().data_ptr() for x in leaves}
-
-    def keep(x):
-        if x.untyped_storage().data_ptr() not in known:
-            kept[x.data_ptr()] = x.numel() * x.element_size()
-        return x
-
-    with plain(), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        chunk_gated_delta_rule(
-            *leaves[:5],
-            initial_state=leaves[5],
-            output_final_state=True,
-            cu_seqlens=torch.tensor(OFFSETS),
-            use_qk_l2norm_in_kernel=l2norm,
-            backend="tilelang",
-        )
-    sizes = {"num_heads": 1, "num_v_heads": 2, "head_dim": DIM, "processors": PROCESSORS}
-    with finely():
-        said = training_bytes(TOKENS, len(OFFSETS) - 1, **sizes, l2norm=l2norm, num_entries=len(OFFSETS) - 1)
-    assert said.saved == sum(kept.values())
-    assert 0 < said.scratch < backward.SCRATCH_BUDGET // 8  # a small call
 
 
 def _expected_rows(lengths, emits, receives, most):

@@ -13,10 +13,13 @@ from sources import imported_modules, product_files
 
 FLOORS = {
     "face": [
-        {"gate", "checks", "program", "active"},
+        {"gate", "checks", "program", "active", "opaque"},
         {"chains"},
-        {"library", "autograd", "fused"},
+        {"autograd", "fused", "packing"},
         {"fused_grad"},
+        {"bound"},
+        {"library"},
+        {"traced"},
         {"op", "conv"},
         {"layer"},
         {"integrations"},

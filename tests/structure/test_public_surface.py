@@ -9,7 +9,7 @@ import flashqla_cp
 OP = (
     "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens cu_seqlens_cpu "
     "state_v_first use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval cp_context "
-    "backend deterministic"
+    "backend deterministic recompute"
 ).split()
 CONTEXT = ["cu_seqlens", "group", "conv1d_kernel_size", "cu_seqlens_cpu"]
 CONTEXT_KEYWORDS = {"layout": "contiguous", "token_ranges": None, "num_tokens": None, "exchange": "auto"}
@@ -34,6 +34,7 @@ def test_op_signature():
     flags = {name: found[name].default for name in OP[5:]}
     assert flags.pop("backend") == "auto"
     assert flags.pop("deterministic") is True
+    assert flags.pop("recompute") == "none"
     assert all(value in (None, False) for value in flags.values())
 
 

@@ -1,0 +1,239 @@
+"""One call of the op: its arguments checked, then run on kernels, in torch, or with its heads exchanged for tokens."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashqla_cp import fused_grad
+from flashqla_cp.autograd import GatedDeltaRule
+from flashqla_cp.checks import (
+    as_parameter,
+    as_tensor,
+    check_double,
+    check_gate,
+    check_op_inputs,
+    check_recompute,
+    check_scale,
+    offsets_left_on,
+    read_documents,
+)
+from flashqla_cp.fused import Call
+from flashqla_cp.gate import floor_gate, l2_normalize, log_decay, write_strength
+from flashqla_cp.kernels.backend import Kernels, Sizes, select
+from flashqla_cp.kernels.reference import chunked
+from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.exchange.headwise import Headwise
+from flashqla_cp.program import Program
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Bound:
+    """A call whose arguments are right: its q, k, v, g, beta; its A_log, dt_bias; offsets as a list if the host knows
+    them, as a tensor where they were left on the device."""
+
+    call: Call
+    tensors: tuple[torch.Tensor, ...]
+    gate: tuple[torch.Tensor | None, torch.Tensor | None]
+    initial_state: torch.Tensor | None
+    offsets: Sequence[int] | torch.Tensor
+    context: CPContext | None
+
+    @property
+    def on_kernels(self) -> bool:
+        """Whether kernels take all of it; torch has a part in it otherwise."""
+        return self.call.kernels is not None and (self.context is None or self.context.headwise is None)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Results of chunk_gated_delta_rule, differentiable."""
+        if self.on_kernels:
+            return fused_grad.run(self.call, self.tensors, self.gate, self.initial_state, self.offsets, self.context)
+        return _run_prepared(self)
+
+
+def bind(
+    q: Any,
+    k: Any,
+    v: Any,
+    g: Any,
+    beta: Any,
+    *,
+    scale: float | None,
+    initial_state: Any,
+    final: bool,
+    l2norm: bool,
+    cu_seqlens: Any,
+    cu_seqlens_cpu: Any,
+    state_v_first: bool,
+    gate: bool,
+    A_log: Any,
+    dt_bias: Any,
+    sigmoid: bool,
+    double: bool,
+    context: CPContext | None,
+    backend: str,
+    recompute: str,
+    trains: bool | None = None,
+) -> Bound:
+    """Check the arguments of chunk_gated_delta_rule, here by shorter names, and decide what runs it.
+
+    trains: whether gradients will be wanted, None to look for oneself.
+    """
+    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    q, k, v, g, beta = tensors = tuple(as_tensor(x, name) for name, x in named.items())
+    check_op_inputs(q, k, v, g, beta)
+    num_v_heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
+    check_gate(A_log, dt_bias, gate)
+    A_log = as_parameter(A_log, "A_log", (num_v_heads,), q.device)
+    dt_bias = as_parameter(dt_bias, "dt_bias", (num_v_heads,), q.device)
+    scale = check_scale(scale, key_dim)
+    check_recompute(recompute)
+    check_double(double, sigmoid)
+    if trains is None:
+        trains = wants_gradients((*tensors, initial_state, A_log, dt_bias))
+    kernels = kernels_for(backend, q, v, trains)
+    there = None
+    if kernels is not None and context is None:
+        there = offsets_left_on(q, "q", cu_seqlens, cu_seqlens_cpu)
+    offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, context) if there is None else there
+    state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
+    state_shape = (len(offsets) - 1, num_v_heads, *state_dims)
+    initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)
+    call = Call(
+        kernels=kernels,
+        l2norm=l2norm,
+        sigmoid=sigmoid,
+        double=double,
+        scale=scale,
+        final=final,
+        state_v_first=state_v_first,
+        recompute=recompute,
+    )
+    return Bound(
+        call=call,
+        tensors=tensors,
+        gate=(A_log, dt_bias),
+        initial_state=initial_state,
+        offsets=offsets,
+        context=context,
+    )
+
+
+def wants_gradients(given: Sequence[Any]) -> bool:
+    """Whether autograd records what is computed from these."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in given)
+
+
+def kernels_for(backend: str, q: torch.Tensor, v: torch.Tensor, trains: bool) -> Kernels | None:
+    """The kernels that run a call, or None for the torch backend."""
+    sizes = Sizes(
+        dtype=q.dtype, num_heads=q.shape[2], num_v_heads=v.shape[2], head_k_dim=q.shape[3], head_v_dim=v.shape[3]
+    )
+    return select(backend, q.device, needs_grad=trains, sizes=sizes)
+
+
+def _run_prepared(bound: Bound) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The torch backend, and on kernels the exchange of activations: what is per token is made in torch first."""
+    call, context, offsets = bound.call, bound.context, bound.offsets
+    if isinstance(offsets, torch.Tensor):
+        offsets = offsets.tolist()
+    q, v = bound.tensors[0], bound.tensors[2]
+    if context is None:
+        program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)
+    else:
+        program = Program.of_context(context, q.device)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    tensors = _token_rows(bound.tensors, program, dtype, *bound.gate)
+    if call.sigmoid:
+        tensors[4] = write_strength(tensors[4], call.double, dtype)
+    state = None
+    if bound.initial_state is not None:
+        state = (bound.initial_state.mT if call.state_v_first else bound.initial_state).to(dtype)
+    if call.kernels is None:
+        run = functools.partial(_on_torch, call, dtype)
+    else:
+        run = functools.partial(_on_kernels, call, offsets)
+    if context is not None and context.headwise is not None:
+        o, final_state = _run_headwise(context, context.headwise, tensors, state, run)
+    else:
+        o, final_state = run(program, tensors, state)
+    if call.state_v_first and final_state is not None:
+        final_state = final_state.mT
+    return o.view(v.shape).to(v.dtype), final_state if call.final else None
+
+
+def _on_torch(
+    call: Call,
+    dtype: torch.dtype,
+    program: Program,
+    tensors: Sequence[torch.Tensor],
+    state: torch.Tensor | None,
+) -> Any:
+    """o [T, HV, V] and the final states [N, HV, K, V], differentiable."""
+    query, key, value, gate, strength = tensors
+    if call.l2norm:
+        query, key = l2_normalize(query, dtype), l2_normalize(key, dtype)
+    wide = query.to(dtype), key.to(dtype), value.to(dtype), gate, strength
+    return GatedDeltaRule.apply(*wide, state, program, chunked, call.scale, call.recompute)
+
+
+def _on_kernels(
+    call: Call,
+    offsets: Sequence[int],
+    program: Program,
+    tensors: Sequence[torch.Tensor],
+    state: torch.Tensor | None,
+) -> Any:
+    """The same on kernels, for gates that were made already."""
+    rows = [x[None] for x in tensors]
+    o, final_state = fused_grad.run(call.after_gates(), rows, (None, None), state, offsets, None)
+    return o[0], final_state
+
+
+def _token_rows(
+    named: Sequence[torch.Tensor],
+    program: Program,
+    dtype: torch.dtype,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """q, k, v [T, ..] as they are, log gate and beta [T, HV] in dtype; 0 in rows of no document, whatever they hold."""
+    flat = [x.flatten(0, 1) for x in named]
+    if program.covered is not None:
+        flat = [x.masked_fill(~program.covered.view(-1, *[1] * (x.ndim - 1)), 0) for x in flat]
+    gate = flat[3] if A_log is None else log_decay(flat[3], A_log, dt_bias, dtype)
+    return [*flat[:3], floor_gate(gate, dtype), flat[4].to(dtype)]
+
+
+def _run_headwise(
+    context: CPContext,
+    headwise: Headwise,
+    tensors: list[torch.Tensor],
+    state: torch.Tensor | None,
+    run: Callable[..., tuple[torch.Tensor, ...]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The whole stream for some heads instead of some tokens for all heads."""
+    plan, device, dtype = context.plan, tensors[0].device, tensors[2].dtype
+    keys, values = headwise.owned_heads(tensors[0].shape[1], tensors[2].shape[1])
+    moved, rows, heads = list(tensors), [headwise.tokens] * 5, [keys, keys, values, values, values]
+    if state is not None:
+        own = torch.tensor(plan.entry_documents(context.rank), dtype=torch.int64, device=device)
+        moved, rows, heads = [*moved, state.index_select(0, own)], [*rows, headwise.entry_rows], [*heads, values]
+    arrived = headwise.to_heads(moved, rows, heads)
+    local, state = arrived[:5], arrived[5] if state is not None else None
+    if values[context.rank]:
+        o, final_state = run(Program.of_documents(plan.cu_seqlens, plan.num_tokens, device), local, state)
+    else:
+        # No head is left for this rank; it still takes part in every collective, in backward too: what is empty here
+        # stays a part of the graph.
+        o = local[2]
+        empty = (plan.num_documents, 0, local[0].shape[2], o.shape[2])
+        final_state = o.reshape(empty).to(local[3].dtype) if state is None else state
+    results, rows = [o.to(dtype), final_state], [headwise.tokens, headwise.exit_rows]
+    o, ends = headwise.to_rows(results, rows, [values, values])
+    own = torch.tensor(plan.exit_documents(context.rank), dtype=torch.int64, device=device)
+    return o, ends.new_zeros(plan.num_documents, *ends.shape[1:]).index_copy(0, own, ends)
