@@ -86,7 +86,7 @@ class Call:
             o, states, kept = forward_sharded(x, context, initial, self.scale, final=final, processors=processors)
         else:
             batch, length = tensors[0].shape[:2]
-            documents = _documents(offsets, batch, length, x.q.device)
+            documents = documents_of(offsets, batch, length, x.q.device)
             o, states, kept = forward(x, documents, initial, self.scale, final=final, processors=processors)
         if states is not None and not self.state_v_first:
             states = states.mT
@@ -108,7 +108,7 @@ def _plain_gate(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
 
 
-def _documents(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
+def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
     """Whole rows of a batch, known by their length alone, or offsets on the device."""
     count = len(offsets) - 1
     if isinstance(offsets, torch.Tensor):
