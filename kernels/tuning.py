@@ -183,7 +183,7 @@ def gradients_config(spec: KernelSpec) -> TileConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConvTile:
-    """A block of the convolution: `warps`, each of which walks over `walked` tokens, the first `tokens` of them its own,
+    """A block of the convolution: `warps`, each of which walks over `walked` tokens, `tokens` of them its own,
     with `ahead` rows loaded at a time; `channels` of a thread. `blocks` fit on a multiprocessor."""
 
     warps: int

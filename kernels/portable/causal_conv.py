@@ -12,19 +12,9 @@ Letters: T tokens, D channels, W taps.
 
 import tilelang.language as T
 
+from flashqla_cp.kernels.blocks import conv_rows as window
 from flashqla_cp.kernels.blocks.conv_places import NOWHERE, PLACES
-from flashqla_cp.kernels.blocks.conv_rows import (
-    LANES,
-    combine,
-    keep_window,
-    load_fronts,
-    load_row,
-    load_taps,
-    load_window,
-    position_of,
-    sigmoid,
-    widen,
-)
+from flashqla_cp.kernels.blocks.conv_rows import LANES
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import conv_tile
 
@@ -72,10 +62,10 @@ def build_causal_conv(spec: KernelSpec):
     @T.macro
     def finish(rows, first, taps, shift, total):
         """total = y of the token whose window begins at row `first`."""
-        combine(rows, first, taps, shift, total, W)
+        window.combine(rows, first, taps, shift, total, W)
         if silu:
             for i in T.unroll(VEC):
-                total[i] = total[i] * sigmoid(total[i])
+                total[i] = total[i] * window.sigmoid(total[i])
 
     @T.macro
     def store(total, y, token, group, out):
@@ -110,35 +100,35 @@ def build_causal_conv(spec: KernelSpec):
             first = T.alloc_var(i32, init=(T.truncdiv(b, columns) * tile.warps + thread // LANES) * RUN)
             front = (exchange, sources, arrived)
             if first < tokens and group < groups:
-                load_taps(weight, bias, has_bias, group, taps, shift, W)
-                load_window(x, front, first, T.max(places[first], 0), group, rows, W)
+                window.load_taps(weight, bias, has_bias, group, taps, shift, W)
+                window.load_window(x, front, first, T.max(places[first], 0), group, rows, W)
                 for step in T.serial(RUN // AHEAD):
                     token = T.alloc_var(i32, init=first + step * AHEAD)
                     steady = T.alloc_var(i32, init=1)
                     for r in T.unroll(AHEAD):
                         place[r] = NOWHERE
                         if token + r < tokens:
-                            load_row(x, token + r, group, read, r)
+                            window.load_row(x, token + r, group, read, r)
                             place[r] = places[token + r]
                     for r in T.unroll(AHEAD):
-                        if position_of(place[r]) != W - 1:
+                        if window.position_of(place[r]) != W - 1:
                             steady = 0
                     if steady == 1:
                         for r in T.unroll(AHEAD):
-                            widen(read, r, rows, W - 1 + r)
+                            window.widen(read, r, rows, W - 1 + r)
                             finish(rows, r, taps, shift, total)
                             store(total, y, token + r, group, out)
                     else:
                         for r in T.unroll(AHEAD):
-                            widen(read, r, rows, W - 1 + r)
+                            window.widen(read, r, rows, W - 1 + r)
                             for i in T.unroll(VEC):
                                 total[i] = 0.0
                             if place[r] >= 0:
-                                if position_of(place[r]) == 0:
-                                    load_fronts(x, front, place[r], group, rows, r, W)
+                                if window.position_of(place[r]) == 0:
+                                    window.load_fronts(x, front, place[r], group, rows, r, W)
                                 finish(rows, r, taps, shift, total)
                             if token + r < tokens:
                                 store(total, y, token + r, group, out)
-                    keep_window(rows, AHEAD, W)
+                    window.keep_window(rows, AHEAD, W)
 
     return causal_conv

@@ -14,19 +14,9 @@ Letters: T tokens, D channels, W taps.
 
 import tilelang.language as T
 
+from flashqla_cp.kernels.blocks import conv_rows as window
 from flashqla_cp.kernels.blocks.conv_places import NOWHERE
-from flashqla_cp.kernels.blocks.conv_rows import (
-    LANES,
-    combine,
-    keep_window,
-    load_fronts,
-    load_row,
-    load_taps,
-    load_window,
-    position_of,
-    sigmoid,
-    widen,
-)
+from flashqla_cp.kernels.blocks.conv_rows import LANES
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import conv_tile
 
@@ -37,11 +27,11 @@ def make_find_da(W, silu):
     @T.macro
     def find_da(rows, first, taps, shift, grad, total, da):
         if silu:
-            combine(rows, first, taps, shift, total, W)
+            window.combine(rows, first, taps, shift, total, W)
         for i in T.unroll(da.shape[0]):
             da[i] = T.cast(grad[first, i], "float32")
             if silu:
-                gate = T.alloc_var("float32", init=sigmoid(total[i]))
+                gate = T.alloc_var("float32", init=window.sigmoid(total[i]))
                 da[i] = da[i] * gate * (1.0 + total[i] * (1.0 - gate))
 
     return find_da
@@ -134,8 +124,8 @@ def build_causal_conv_grad(spec: KernelSpec):
             for i in T.unroll(VEC):
                 dshift[i] = 0.0
             if first < tokens and group < groups:
-                load_taps(weight, bias, has_bias, group, taps, shift, W)
-                load_window(x, front, first, T.max(places[first], 0), group, rows, W)
+                window.load_taps(weight, bias, has_bias, group, taps, shift, W)
+                window.load_window(x, front, first, T.max(places[first], 0), group, rows, W)
                 for step in T.serial(tile.walked // AHEAD):
                     walked = T.alloc_var(i32, init=step * AHEAD)
                     token = T.alloc_var(i32, init=first + walked)
@@ -145,15 +135,15 @@ def build_causal_conv_grad(spec: KernelSpec):
                     for r in T.unroll(AHEAD):
                         place[r] = NOWHERE
                         if token + r < tokens:
-                            load_row(x, token + r, group, read, r)
-                            load_row(dy, token + r, group, grad, r)
+                            window.load_row(x, token + r, group, read, r)
+                            window.load_row(dy, token + r, group, grad, r)
                             place[r] = places[token + r]
                     for r in T.unroll(AHEAD):
-                        if position_of(place[r]) != W - 1:
+                        if window.position_of(place[r]) != W - 1:
                             steady = 0
                     if steady == 1:
                         for r in T.unroll(AHEAD):
-                            widen(read, r, rows, W - 1 + r)
+                            window.widen(read, r, rows, W - 1 + r)
                             find_da(rows, r, taps, shift, grad, total, da)
                             add_gradients(da, W - 1, taps, waiting)
                             add_shares(rows, r, da, dtaps, dshift)
@@ -161,11 +151,11 @@ def build_causal_conv_grad(spec: KernelSpec):
                             move_on(waiting)
                     else:
                         for r in T.unroll(AHEAD):
-                            widen(read, r, rows, W - 1 + r)
+                            window.widen(read, r, rows, W - 1 + r)
                             if place[r] >= 0:
-                                position = T.alloc_var(i32, init=position_of(place[r]))
+                                position = T.alloc_var(i32, init=window.position_of(place[r]))
                                 if position == 0:
-                                    load_fronts(x, front, place[r], group, rows, r, W)
+                                    window.load_fronts(x, front, place[r], group, rows, r, W)
                                 find_da(rows, r, taps, shift, grad, total, da)
                                 add_gradients(da, position, taps, waiting)
                                 if walked + r < RUN:
@@ -173,7 +163,7 @@ def build_causal_conv_grad(spec: KernelSpec):
                             if walked + r >= W - 1 and token + r - (W - 1) < tokens:
                                 store(waiting, dx, token + r - (W - 1), group, out)
                             move_on(waiting)
-                    keep_window(rows, AHEAD, W)
+                    window.keep_window(rows, AHEAD, W)
             for w in T.unroll(W + 1):
                 for quad in T.unroll(VEC // QUAD):
                     for e in T.vectorized(QUAD):
@@ -182,11 +172,11 @@ def build_causal_conv_grad(spec: KernelSpec):
                         else:
                             share[warp, w, lane * VEC + quad * QUAD + e] = dshift[quad * QUAD + e]
             T.sync_threads()
-            for turn in T.serial((W + 1) * WIDE // (LANES * WARPS)):
+            for turn in T.serial(-(-(W + 1) * WIDE // (LANES * WARPS))):
                 tap = T.alloc_var(i32, init=(turn * LANES * WARPS + thread) // WIDE)
                 column = T.alloc_var(i32, init=(turn * LANES * WARPS + thread) % WIDE)
                 channel = T.alloc_var(i32, init=(group - lane) + column // VEC)
-                if channel < groups:
+                if tap <= W and channel < groups:
                     sum_of_warps = T.alloc_var(f32, init=0.0)
                     for part in T.unroll(WARPS):
                         sum_of_warps = sum_of_warps + share[part, tap, column]
@@ -238,16 +228,16 @@ def build_conv_halo_grad(spec: KernelSpec):
             group = T.alloc_var(i32, init=T.truncmod(b, columns) * THREADS + T.get_thread_binding())
             target = T.alloc_var(i32, init=T.truncdiv(b, columns))
             if group < groups:
-                load_taps(weight, bias, has_bias, group, taps, shift, W)
+                window.load_taps(weight, bias, has_bias, group, taps, shift, W)
                 for i in T.unroll(VEC):
                     sum_of_readers[i] = 0.0
                 for back in T.unroll(W - 1):
                     token = T.alloc_var(i32, init=readers[target * (W - 1) + back])
                     if token >= 0:
-                        load_window(x, (True, sources, arrived), token, places[token], group, rows, W)
-                        load_row(x, token, group, read, 0)
-                        widen(read, 0, rows, W - 1)
-                        load_row(dy, token, group, grad, 0)
+                        window.load_window(x, (True, sources, arrived), token, places[token], group, rows, W)
+                        window.load_row(x, token, group, read, 0)
+                        window.widen(read, 0, rows, W - 1)
+                        window.load_row(dy, token, group, grad, 0)
                         find_da(rows, 0, taps, shift, grad, total, da)
                         for i in T.unroll(VEC):
                             sum_of_readers[i] = sum_of_readers[i] + taps[i * W + (W - 2 - back)] * da[i]
