@@ -156,8 +156,8 @@ class CausalConvOnKernels(torch.autograd.Function):
             dx.index_copy_(0, fronts.local, (dx.index_select(0, fronts.local) + dlocal).to(dx.dtype))
         if ctx.halo is not None:
             dx = ctx.halo.return_gradient(dx, dhalo)
-        dbias = None if bias is None else dbias.to(bias.dtype)
-        return dx, dweight.to(weight.dtype), dbias, None, None, None, None
+        shares = dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
+        return dx, *shares, None, None, None, None
 
 
 def _cast(

@@ -85,8 +85,8 @@ class Halo:
         return self.comm.all_to_all(send, self.send_counts, self.receive_counts).wait()
 
     def return_gradient(self, dx: torch.Tensor, dhalo: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of halo rows [received, D] to those of their owners' rows dx [local_tokens, D], in place, in
-        the wider of the two dtypes."""
+        """Add the gradients of halo rows [received, D] to those of their owners' rows dx [local_tokens, D], in place,
+        in the wider of the two dtypes."""
         if not self.needed:
             return dx
         arrived = self.comm.all_to_all(dhalo, self.receive_counts, self.send_counts).wait()
