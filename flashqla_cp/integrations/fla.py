@@ -248,9 +248,9 @@ def _why_not_conv(x: Any, weight: Any, residual: Any, activation: Any, states: b
             check_conv_inputs(x, weight, activation, None)
         except (TypeError, ValueError) as error:
             reason = str(error)
-    reason = reason or _why_not_context(context, False) or _why_not_device(x.device)
-    if reason is None and x.device.type == "cuda" and _registered is not None and _registered.backend == "auto":
-        reason = ConvSizes(dtype=x.dtype, width=weight.shape[1]).refusal() or None
+    if reason is None:
+        sizes = ConvSizes(dtype=x.dtype, width=weight.shape[1])
+        reason = _why_not_context(context, False) or _why_not_device(x.device, sizes)
     return reason if _registered is None else _declined("causal_conv1d", reason)
 
 
@@ -266,12 +266,14 @@ def _why_not_context(context: Any, states: bool) -> str | None:
     return "a context without cu_seqlens" if context.cu_seqlens is None else None
 
 
-def _why_not_device(device: torch.device) -> str | None:
-    """Why a GPU's call stays with fla: there are no kernels for it here."""
+def _why_not_device(device: torch.device, sizes: ConvSizes | None = None) -> str | None:
+    """Why a GPU's call stays with fla: there are no kernels here for the device, or for a convolution's sizes."""
     if _registered is None or _registered.backend != "auto" or device.type != "cuda":
         return None
     name, reason = explain(device.type, torch.cuda.get_device_capability(device))
-    return None if name == "tilelang" else reason
+    if name == "tilelang":
+        reason = "" if sizes is None else sizes.refusal()
+    return reason or None
 
 
 def _declined(name: str, reason: str | None) -> str | None:

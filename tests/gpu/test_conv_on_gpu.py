@@ -199,6 +199,23 @@ def test_the_layer_uses_them():
     assert relative_l2(y, layer(x, offsets)) <= 2e-2
 
 
+def test_flas_convolution_runs_on_them():
+    conv = pytest.importorskip("fla.modules.convolution").causal_conv1d
+    from flashqla_cp.integrations.fla import register_fla_backend, unregister_fla_backend
+
+    x, weight, bias, dy = draw()
+    offsets = on_device(OFFSETS)
+    plain = step(x, weight, bias, dy, offsets, backend="tilelang")
+    register_fla_backend()
+    try:
+        flas = lambda x, weight, bias, activation, offsets: conv(
+            x=x, weight=weight, bias=bias, activation=activation, cu_seqlens=offsets
+        )
+        assert all(map(torch.equal, plain, step(x, weight, bias, dy, offsets, flas)))
+    finally:
+        unregister_fla_backend()
+
+
 def _sharded(rank, offsets, layout, tokens):
     torch.cuda.set_device(0)
     tensors = draw(tokens, 256, wide=F32)
