@@ -54,7 +54,7 @@ class GatedDeltaNet(nn.Module):
         conv_bias: the convolution has a bias.
         norm_eps: epsilon of the output norm.
         layer_idx: kept as an attribute for the caller; the layer itself does not use it.
-        backend: "auto", "tilelang" or "torch", handed to chunk_gated_delta_rule.
+        backend: "auto", "tilelang" or "torch", handed to causal_conv1d and chunk_gated_delta_rule.
         device, dtype: of the parameters.
         recompute: "none", "solve" or "forward", handed to chunk_gated_delta_rule: keep less for the backward.
 
@@ -200,7 +200,7 @@ class GatedDeltaNet(nn.Module):
         mixed = torch.cat([x.flatten(2) for x in qkv], dim=-1)
         if self.use_short_conv:
             weight = self.conv1d.weight.squeeze(1)
-            mixed, _ = causal_conv1d(mixed, weight, self.conv1d.bias, "silu", cu_seqlens, cp_context)
+            mixed, _ = causal_conv1d(mixed, weight, self.conv1d.bias, "silu", cu_seqlens, cp_context, self.backend)
         else:
             mixed = F.silu(mixed)
         q, k, v = mixed.split([self.key_dim, self.key_dim, self.value_dim], dim=-1)

@@ -10,10 +10,11 @@ import torch
 
 from flashqla_cp.kernels.arch import ARCHES, Arch
 from flashqla_cp.kernels.host.launcher import machine_of
-from flashqla_cp.kernels.stages import HEAD_DIMS, RATIOS
+from flashqla_cp.kernels.stages import CONV_WIDTHS, HEAD_DIMS, RATIOS
 
 BACKENDS = ("auto", "tilelang", "torch")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
+CONV_DTYPES = (*KERNEL_DTYPES, torch.float32)
 _logger = logging.getLogger("flashqla_cp")
 
 
@@ -36,9 +37,25 @@ class Sizes:
             return (
                 f"HV / H: got {self.num_v_heads // self.num_heads}, there are kernels for {', '.join(map(str, RATIOS))}"
             )
-        if self.dtype not in KERNEL_DTYPES:
-            return f"dtype: got {self.dtype}, there are kernels for {', '.join(map(str, KERNEL_DTYPES))}"
-        return ""
+        return _refused_dtype(self.dtype, KERNEL_DTYPES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvSizes:
+    """The same for a call of the convolution: width is its number of taps."""
+
+    dtype: torch.dtype
+    width: int
+
+    def refusal(self) -> str:
+        """Why no kernel takes these sizes, or an empty text."""
+        if self.width not in CONV_WIDTHS:
+            return f"weight: got {self.width} taps, there are kernels for {', '.join(map(str, CONV_WIDTHS))}"
+        return _refused_dtype(self.dtype, CONV_DTYPES)
+
+
+def _refused_dtype(dtype: torch.dtype, known: tuple[torch.dtype, ...]) -> str:
+    return "" if dtype in known else f"dtype: got {dtype}, there are kernels for {', '.join(map(str, known))}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +77,10 @@ def explain(device_type: str, capability: tuple[int, int] | None = None) -> tupl
     return "torch", f"this release has no TileLang kernels{arch}, only for {known}"
 
 
-def select(backend: str, device: torch.device, *, needs_grad: bool, sizes: Sizes | None = None) -> Kernels | None:
-    """The kernels that run a call, or None for the torch backend (flashqla_cp.kernels.reference.chunked).
+def select(
+    backend: str, device: torch.device, *, needs_grad: bool, sizes: Sizes | ConvSizes | None = None
+) -> Kernels | None:
+    """The kernels that run a call, or None for the torch backend (flashqla_cp.kernels.reference).
 
     Raises:
         ValueError: an unknown name; backend="tilelang" with sizes that no kernel takes.

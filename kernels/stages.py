@@ -16,6 +16,7 @@ from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 HEAD_DIMS = (64, 128)
 RATIOS = (1, 2, 3, 4, 8)
+CONV_WIDTHS = (2, 3, 4)
 _ROWS = f"{__name__}:rows"
 _HERE = Path(__file__).parent
 # Schedules place their own barriers and keep their own indices inside the tensors.
@@ -28,7 +29,7 @@ _PASS_CONFIGS = {
 
 
 def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
-    """What a model meets, for every head size, ratio and dtype in `choices` (head_dim, ratio, dtype).
+    """What a model meets, for all of head_dim, ratio, dtype and conv_width in `choices`.
 
     With norms and write strengths made in the kernels or not, with states in and out or not, for one rank or many.
     """
@@ -41,6 +42,8 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
             for g in (dtype, "float32")
             for gate in (0, 1)
         ]
+    for width in choices["conv_width"]:
+        found += _conv_rows(arch, width, choices["dtype"])
     for head_dim in choices["head_dim"]:
         chain = {"head_dim": head_dim}
         found.append(make_spec("fold", arch, chain))
@@ -71,6 +74,18 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
     return found
 
 
+def _conv_rows(arch: Arch, width: int, dtypes: Sequence[str]) -> list[KernelSpec]:
+    """The convolution with silu, for parameters as narrow as the rows or in fp32."""
+    found = [make_spec("conv_places", arch, {"width": width})]
+    for dtype, bias in product(dtypes, (False, True)):
+        for wide in (dtype, "float32"):
+            dims, names, flags = {"width": width}, {"x": dtype, "weight": wide}, {"silu": True, "bias": bias}
+            found.append(make_spec("conv_halo_grad", arch, dims, names, flags))
+            for stage, exchange in product(("causal_conv", "causal_conv_grad"), (False, True)):
+                found.append(make_spec(stage, arch, dims, names, flags | {"exchange": exchange}))
+    return found
+
+
 def _register(stage: str, folders: Mapping[str, str], module_name: str = "") -> None:
     for family, folder in folders.items():
         module = f"flashqla_cp.kernels.{folder}.{module_name or stage}"
@@ -82,6 +97,10 @@ def _register(stage: str, folders: Mapping[str, str], module_name: str = "") -> 
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}
 for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows", "fold", "gate_grad"):
     _register(_stage, _PORTABLE)
+for _stage in ("conv_places", "causal_conv"):
+    _register(_stage, _PORTABLE, "causal_conv")
+for _stage in ("causal_conv_grad", "conv_halo_grad"):
+    _register(_stage, _PORTABLE, "causal_conv_grad")
 for _stage, _module in (
     ("summary", ""),
     ("forward", ""),

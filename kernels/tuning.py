@@ -16,6 +16,14 @@ TENSOR_MEMORY_STEP = 32
 GATE_GRAD_TOKENS = 256  # of a block
 SCRATCH_BUDGET = 768 << 20  # bytes of all that backward's stages leave to one another
 WIDEST_CHUNK_BYTES = 2 * (2 * 128 * 128 + 64 * 128)  # of these, of a chunk and a value head of 128
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+VECTOR_BYTES = 16  # of the widest load
+# The convolution's kernels: warps of a block, blocks that registers allow on a multiprocessor, tokens that a warp walks
+# over, rows that it loads at a time, bytes of a row and a thread.
+CONV_WARPS, CONV_AHEAD = 4, 4
+CONV_BLOCKS = {"causal_conv": 4, "causal_conv_grad": 4, "conv_halo_grad": 1}
+CONV_WALKED = {"causal_conv": 32, "causal_conv_grad": 64, "conv_halo_grad": 4}
+CONV_BYTES = {"causal_conv": VECTOR_BYTES, "causal_conv_grad": 8, "conv_halo_grad": VECTOR_BYTES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +179,34 @@ def gradients_config(spec: KernelSpec) -> TileConfig:
         Role(name="keepers", threads=WARPGROUP, registers=72),
     )
     return TileConfig(roles=roles, stages=1, shared_bytes=shared)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvTile:
+    """A block of the convolution: `warps`, each of which walks over `walked` tokens, `tokens` of them its own,
+    with `ahead` rows loaded at a time; `channels` of a thread. `blocks` fit on a multiprocessor."""
+
+    warps: int
+    blocks: int
+    walked: int
+    tokens: int
+    ahead: int
+    channels: int
+
+
+def conv_tile(spec: KernelSpec) -> ConvTile:
+    """Launch shape of a stage of the convolution. With the flag "ragged" a thread has one channel."""
+    walked = CONV_WALKED[spec.stage]
+    beyond = spec.dim("width") - 1 if spec.stage == "causal_conv_grad" else 0
+    channels = 1 if spec.has("ragged") else CONV_BYTES[spec.stage] // ELEMENT_BYTES[spec.dtype("x")]
+    return ConvTile(
+        warps=CONV_WARPS,
+        blocks=CONV_BLOCKS[spec.stage],
+        walked=walked,
+        tokens=walked - beyond,
+        ahead=CONV_AHEAD,
+        channels=channels,
+    )
 
 
 def _sweep_config(

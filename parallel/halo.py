@@ -85,10 +85,11 @@ class Halo:
         return self.comm.all_to_all(send, self.send_counts, self.receive_counts).wait()
 
     def return_gradient(self, dx: torch.Tensor, dhalo: torch.Tensor) -> torch.Tensor:
-        """Add the gradients of halo rows [received, D] to those of their owners' rows dx [local_tokens, D]."""
+        """Add the gradients of halo rows [received, D] to those of their owners' rows dx [local_tokens, D], in place,
+        in the wider of the two dtypes."""
         if not self.needed:
             return dx
         arrived = self.comm.all_to_all(dhalo, self.receive_counts, self.send_counts).wait()
         for place, row in self._on(dx.device)[1]:
-            dx = dx.index_add(0, row, arrived.index_select(0, place))
+            dx.index_copy_(0, row, (dx.index_select(0, row) + arrived.index_select(0, place)).to(dx.dtype))
         return dx

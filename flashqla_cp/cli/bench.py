@@ -22,14 +22,16 @@ from typing import Any
 import torch
 
 from flashqla_cp.cli import bench_report
-from flashqla_cp.cli.bench_contenders import LOADERS, OURS, Contender, Peer, contenders, find_peers
+from flashqla_cp.cli.bench_contenders import LOADERS, OURS, Contender, Peer, contenders, conv_contenders, find_peers
 from flashqla_cp.cli.bench_draws import DIRECTIONS, TIMES, Draw, time_draw
 from flashqla_cp.cli.bench_report import Report, format_head, format_table
 from flashqla_cp.cli.bench_timing import Ceilings, cost
-from flashqla_cp.kernels.backend import Sizes, explain, select
+from flashqla_cp.kernels.backend import ConvSizes, Sizes, explain, select
+from flashqla_cp.testing.conv_workload import TAPS, ConvWorkload
 from flashqla_cp.testing.workload import REGIMES, Workload
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+OPS = ("gdn", "conv")
 WORST = ("o_error", "first_call_s")
 SCORED = 8192  # tokens up to which every draw is compared with fp64; of longer cases the first one is
 
@@ -54,8 +56,12 @@ class Request:
     direction: str
     backend: str
 
-    def workload(self, tokens: int, gates: str) -> Workload:
+    def workload(self, tokens: int, gates: str) -> Workload | ConvWorkload:
         sizes = {name: self.options[name] for name in ("documents", "heads", "v_heads", "head_dim")}
+        if self.options["op"] == "conv":
+            channels = (2 * sizes["heads"] + sizes["v_heads"]) * sizes["head_dim"]  # of q, k and v
+            dtype = DTYPES[self.options["dtype"]]
+            return ConvWorkload(tokens=tokens, documents=sizes["documents"], channels=channels, dtype=dtype)
         return Workload(tokens=tokens, gates=gates, dtype=DTYPES[self.options["dtype"]], **sizes)
 
 
@@ -67,6 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return f"(default {' '.join(map(str, _list(cuda[name])))}; on a CPU {' '.join(map(str, _list(cpu[name])))})"
 
     add = parser.add_argument
+    add("--op", choices=OPS, default="gdn", help="the gated delta rule (default), or the convolution of q, k, v")
     add("--tokens", type=int, nargs="+", metavar="T", help=f"lengths of the stream {default('tokens')}")
     add("--gates", nargs="+", choices=tuple(REGIMES), help=f"regimes of the gates (default {' '.join(GATES)})")
     add("--heads", type=int, nargs=2, metavar=("H", "HV"), help=f"key and value heads {default('heads')}")
@@ -87,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     """Time what was asked for and print it; return 0, 1 if a case of this library has no times, 2 if none could run."""
     try:
         request, notes = _read_options(args)
-        peers, absent = find_peers() if args.peers != "none" else ({}, {})
+        peers, absent = find_peers(args.op) if args.peers != "none" else ({}, {})
         if args.peers in LOADERS:
             peers = {name: peer for name, peer in peers.items() if name == args.peers}
             absent = {name: reason for name, reason in absent.items() if name == args.peers}
@@ -121,7 +128,10 @@ def run_cases(
     total = len(works) * options["draws"] * ops
     with tqdm(total=total, unit="op", file=sys.stderr, dynamic_ncols=True, leave=False) as bar:
         for work in works:
-            field = contenders(work, options["middle_rank"], options["backend"], peers, request.device)
+            if isinstance(work, ConvWorkload):
+                field = conv_contenders(work, options["backend"], peers, request.device)
+            else:
+                field = contenders(work, options["middle_rank"], options["backend"], peers, request.device)
             draws: list[list[dict[str, Any]]] = [[] for _ in field]
             for seed in range(options["draws"]):
                 draw = Draw.of(work, seed, request.direction, request.device)
@@ -147,7 +157,7 @@ def _trouble(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _case(
-    work: Workload,
+    work: Workload | ConvWorkload,
     field: list[Contender],
     draws: list[list[dict[str, Any]]],
     ceilings: Ceilings,
@@ -227,15 +237,22 @@ def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:
         raise ValueError(f"--middle-rank: got {middle_rank}, expected at least 3 ranks, so that one has two neighbours")
     if middle_rank is not None and documents > 1:
         raise ValueError(f"--documents: got {documents} with --middle-rank, expected 1: a rank inside one document")
+    if args.op == "conv":
+        for option, value in (("--middle-rank", middle_rank), ("--gates", args.gates)):
+            if value is not None:
+                raise ValueError(f"{option}: got {value} with --op conv, which has none")
+        given["gates"] = ["conv"]
     _check_files(args)
     dims = dict.fromkeys(("head_k_dim", "head_v_dim"), given["head_dim"])
-    sizes = Sizes(dtype=DTYPES[args.dtype], num_heads=heads, num_v_heads=v_heads, **dims)
+    sizes: Sizes | ConvSizes = Sizes(dtype=DTYPES[args.dtype], num_heads=heads, num_v_heads=v_heads, **dims)
+    if args.op == "conv":
+        sizes = ConvSizes(dtype=DTYPES[args.dtype], width=TAPS)
     kernels = select(args.backend, device, needs_grad=args.direction != "forward", sizes=sizes)
     notes = []
     if device.type == "cpu":
         notes.append("no GPU: the torch backend at small sizes, which tests this command and says nothing of kernels")
     options = given | {"heads": heads, "v_heads": v_heads, "documents": documents, "middle_rank": middle_rank}
-    options |= {"direction": args.direction, "dtype": args.dtype, "backend": args.backend, "peers": args.peers}
+    options |= {name: getattr(args, name) for name in ("op", "direction", "dtype", "backend", "peers")}
     backend = _backend_text(args.backend, device, kernels is not None, sizes)
     return Request(options=options, device=device, direction=args.direction, backend=backend), notes
 
@@ -248,7 +265,7 @@ def _check_files(args: argparse.Namespace) -> None:
         raise ValueError("--plot: needs matplotlib, which is not installed: pip install 'flashqla-cp[train]'")
 
 
-def _backend_text(asked: str, device: torch.device, has_kernels: bool, sizes: Sizes) -> str:
+def _backend_text(asked: str, device: torch.device, has_kernels: bool, sizes: Sizes | ConvSizes) -> str:
     """The backend that runs, and the reason."""
     runs = "tilelang" if has_kernels else "torch"
     if asked != "auto":

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 
 from flashqla_cp.cli.bench_timing import first_line
+from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm, Pending
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.choose import resolve_exchange
 from flashqla_cp.parallel.plan import ShardPlan
+from flashqla_cp.testing.conv_workload import ConvWorkload
 from flashqla_cp.testing.workload import Workload
 
 OURS = "flashqla_cp"
@@ -43,10 +45,11 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another library's op, and its stand-in for a middle rank: (tokens, ranks, device) -> its cp_context."""
+    """Another library's op, and its stand-in for a middle rank, if it has one: (tokens, ranks, device) -> its
+    cp_context."""
 
     op: Op
-    middle_context: Callable[[int, int, torch.device], Any]
+    middle_context: Callable[[int, int, torch.device], Any] | None = None
 
 
 class LocalCopies(Comm):
@@ -112,6 +115,7 @@ def contenders(
     timed, checked = (middle_context(work.tokens, middle_rank, device, name) for name in ("auto", "allgather"))
     found.append(Contender(name=OURS, middle=True, call=ours(timed), check=ours(checked)))
     for name, peer in peers.items():
+        assert peer.middle_context is not None, "every peer of this op has one"
         try:
             call = timed_as(peer.op, {"cp_context": peer.middle_context(work.tokens, middle_rank, device)})
         except Exception as error:  # a peer of another version; its own line of the table says so
@@ -127,11 +131,24 @@ def _failing(error: Exception) -> Callable[..., torch.Tensor]:
     return call
 
 
-def find_peers() -> tuple[dict[str, Peer], dict[str, str]]:
-    """The peers that can be imported, and for each other one the reason why not."""
+def conv_contenders(work: ConvWorkload, backend: str, peers: dict[str, Peer], device: torch.device) -> list[Contender]:
+    """The same for the convolution, alone on a device: call(x, weight) -> y."""
+    offsets = None
+    if work.documents > 1:
+        offsets = torch.tensor(work.offsets(), dtype=torch.int32, device=device)
+
+    def timed(conv: Op, **options: Any) -> Callable[..., torch.Tensor]:
+        return lambda x, weight: conv(x, weight, activation="silu", cu_seqlens=offsets, **options)[0]
+
+    calls = {OURS: timed(causal_conv1d, backend=backend)} | {name: timed(peer.op) for name, peer in peers.items()}
+    return [Contender(name=name, middle=False, call=call, check=call) for name, call in calls.items()]
+
+
+def find_peers(op: str = "gdn") -> tuple[dict[str, Peer], dict[str, str]]:
+    """The peers of an op that can be imported, and for each other one the reason why not."""
     os.environ.setdefault("FLA_FLASH_QLA", "0")  # read at import: fla is to run its own kernels, not FlashQLA's
     found, absent = {}, {}
-    for name, load in LOADERS.items():
+    for name, load in (CONV_LOADERS if op == "conv" else LOADERS).items():
         try:
             found[name] = load()
         except Exception as error:  # a broken installation of a peer is no reason not to time the rest
@@ -196,4 +213,11 @@ def _load_fla() -> Peer:
     return Peer(op=op, middle_context=context)
 
 
+def _load_fla_conv() -> Peer:
+    from fla.modules.convolution import causal_conv1d as conv
+
+    return Peer(op=conv)
+
+
+CONV_LOADERS: dict[str, Callable[[], Peer]] = {"fla": _load_fla_conv}
 LOADERS: dict[str, Callable[[], Peer]] = {"flash_qla": _load_flash_qla, "fla": _load_fla}

@@ -16,11 +16,13 @@ import torch
 from flashqla_cp.cli.bench_contenders import Contender
 from flashqla_cp.cli.bench_timing import Call, Prepare, first_line, measure
 from flashqla_cp.cli.verify import BARS
+from flashqla_cp.testing.conv_workload import ConvWorkload
 from flashqla_cp.testing.workload import Workload, relative_error
 
 DIRECTIONS = ("forward", "backward", "step")
 BAR = BARS["bfloat16"]["o"]
-GRADIENT_BARS = {f"d{name}": BARS["bfloat16"]["dg" if name == "g" else "rest"] for name in ("q", "k", "v", "g", "beta")}
+GRADIENT_BARS = {name: BARS["bfloat16"]["dg" if name == "dg" else "rest"] for name in Workload.gradients}
+GRADIENT_BARS |= dict.fromkeys(ConvWorkload.gradients, BAR)
 TIMES = ("eager_ms", "graph_ms", "host_us", "peak_mib")
 
 Tensors = tuple[torch.Tensor, ...]
@@ -34,7 +36,7 @@ class Draw:
     upstream: torch.Tensor | None
 
     @classmethod
-    def of(cls, work: Workload, seed: int, direction: str, device: torch.device) -> Draw:
+    def of(cls, work: Workload | ConvWorkload, seed: int, direction: str, device: torch.device) -> Draw:
         upstream = None if direction == "forward" else work.upstream(seed, device)
         return cls(tensors=work.draw(seed, device), upstream=upstream)
 
@@ -42,13 +44,13 @@ class Draw:
         """The inputs as the beginning of a new graph of autograd."""
         return tuple(x.detach().requires_grad_() for x in self.tensors)
 
-    def expected(self, work: Workload, ranks: int | None) -> Expected:
+    def expected(self, work: Workload | ConvWorkload, ranks: int | None) -> Expected:
         """fp64 results; with `ranks` those of the middle one, every other rank holding the same."""
         before, behind = (ranks // 2, ranks - ranks // 2 - 1) if ranks else (0, 0)
         o, gradients = work.expected(self.tensors, 1 + before), None
         if self.upstream is not None:
             found = work.expected_gradients(self.tensors, self.upstream, before, behind)
-            gradients = dict(zip(GRADIENT_BARS, found, strict=True))
+            gradients = dict(zip(work.gradients, found, strict=True))
         return Expected(o=o, gradients=gradients)
 
 

@@ -61,7 +61,7 @@ def head(
         "versions": versions,
         "commit": commit(),
         "options": options,
-        "gates": {regime: REGIMES[regime] for regime in options["gates"]},
+        "gates": {regime: REGIMES[regime] for regime in options["gates"] if regime in REGIMES},
         "peers_absent": absent,
         "notes": notes,
     }

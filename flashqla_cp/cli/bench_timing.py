@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from flashqla_cp.testing.conv_workload import ConvWorkload
 from flashqla_cp.testing.workload import Workload
 
 CHUNK = 64
@@ -63,7 +64,7 @@ class Ceilings:
             "product_dtype": str(self.dtype).removeprefix("torch."),
         }
 
-    def floor_ms(self, work: Workload, direction: str) -> float:
+    def floor_ms(self, work: Workload | ConvWorkload, direction: str) -> float:
         """Milliseconds that the counted bytes or operations take at least on this device."""
         if direction == "step":
             return self.floor_ms(work, "forward") + self.floor_ms(work, "backward")
@@ -71,11 +72,13 @@ class Ceilings:
         return max(traffic / self.copy_bytes, operations / self.operations) * 1e3
 
 
-def cost(work: Workload, direction: str) -> tuple[int, int]:
+def cost(work: Workload | ConvWorkload, direction: str) -> tuple[int, int]:
     """Bytes and operations (two a multiply-add) of one call, as the head of this file counts them."""
     if direction == "step":
         forward, backward = cost(work, "forward"), cost(work, "backward")
         return forward[0] + backward[0], forward[1] + backward[1]
+    if isinstance(work, ConvWorkload):
+        return work.cost(direction)
     keys, values = work.heads * work.head_dim, work.v_heads * work.head_dim
     chunks = work.documents * -(-(work.tokens // work.documents) // CHUNK)
     full, half = CHUNK * work.head_dim**2, CHUNK**2 * work.head_dim

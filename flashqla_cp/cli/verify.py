@@ -271,6 +271,7 @@ def _layer_oracle(layer: GatedDeltaNet) -> Callable[..., Any]:
         activation: str | None,
         cu_seqlens: torch.Tensor | None,
         cp_context: CPContext | None,
+        backend: str,
     ) -> tuple[torch.Tensor, None]:
         return conv_oracle(x, weight, bias, activation, cu_seqlens)
 

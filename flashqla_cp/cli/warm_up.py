@@ -15,7 +15,7 @@ from flashqla_cp.kernels import settings
 from flashqla_cp.kernels.arch import ARCHES, arch_by_name
 from flashqla_cp.kernels.build import BuildResult, build_all, rows_to_compile
 from flashqla_cp.kernels.cache import Cache
-from flashqla_cp.kernels.stages import HEAD_DIMS, RATIOS
+from flashqla_cp.kernels.stages import CONV_WIDTHS, HEAD_DIMS, RATIOS
 
 _COLUMNS = "{:<{width}} {:>9} {:>9} {:>8} {:>8}"
 
@@ -27,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", nargs="+", default=["bfloat16"], choices=("bfloat16", "float16"), help="of q, k, v")
     parser.add_argument(
         "--head-dim", nargs="+", type=int, default=[128], choices=HEAD_DIMS, help="head sizes (default: 128)"
+    )
+    parser.add_argument(
+        "--conv-width",
+        nargs="+",
+        type=int,
+        default=[4],
+        choices=CONV_WIDTHS,
+        help="taps of the convolution (default: 4)",
     )
     parser.add_argument("--cache", type=Path, default=None, help="folder to fill (default: FLASHQLA_CP_CACHE)")
     parser.add_argument("--jobs", type=int, default=None, help="compiler processes (default: FLASHQLA_CP_BUILD_JOBS)")
@@ -53,7 +61,7 @@ def _warm_up(args: argparse.Namespace) -> int:
 
     _refuse_bad_numbers(args)
     jobs = settings.build_jobs() if args.jobs is None else args.jobs
-    choices = {"head_dim": args.head_dim, "ratio": args.ratio, "dtype": args.dtype}
+    choices = {"head_dim": args.head_dim, "ratio": args.ratio, "dtype": args.dtype, "conv_width": args.conv_width}
     specs = [spec for name in args.arch for spec in rows_to_compile(arch_by_name(name), choices)]
     if not specs:
         raise ValueError(f"no kernels are registered for {', '.join(args.arch)}")

@@ -20,7 +20,7 @@ import torch
 from flashqla_cp.checks import check_conv_inputs, check_op_inputs
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.integrations.fla_contexts import translate_context
-from flashqla_cp.kernels.backend import BACKENDS, explain
+from flashqla_cp.kernels.backend import BACKENDS, ConvSizes, explain
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.choose import check_exchange_name
@@ -204,10 +204,12 @@ def _run_conv(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """In the place of fla's autograd function, which is called with these positions."""
     _seen.add("conv")
+    backend = "auto" if _registered is None else _registered.backend
     states = initial_state is not None or bool(output_final_state)
     if _why_not_conv(x, weight, residual, activation, states, None) is None:
-        offsets = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-        return causal_conv1d(x, weight, bias, activation, offsets)  # type: ignore[arg-type]
+        there = x.device.type == "cuda" and backend != "torch" and cu_seqlens is not None  # kernels read them there
+        offsets = cu_seqlens if there or cu_seqlens_cpu is None else cu_seqlens_cpu
+        return causal_conv1d(x, weight, bias, activation, offsets, backend=backend)  # type: ignore[arg-type]
     before = (x, weight, bias, residual, initial_state, output_final_state, activation, cu_seqlens, cu_seqlens_cpu)
     return own(*before, *rest)
 
@@ -229,7 +231,8 @@ def _run_sharded_conv(
         if _why_not_conv(x, weight, residual, activation, False, cp_context) is None:
             where = _documents(cp_context, {}, x.device)
             where.pop("cu_seqlens_cpu", None)
-            return causal_conv1d(x, weight, bias, activation, **where)[0]
+            backend = "auto" if _registered is None else _registered.backend
+            return causal_conv1d(x, weight, bias, activation, backend=backend, **where)[0]
     given = {"activation": activation, "chunk_indices": chunk_indices, "cp_context": cp_context}
     return own(x=x, weight=weight, bias=bias, **given, **kwargs)
 
@@ -245,7 +248,9 @@ def _why_not_conv(x: Any, weight: Any, residual: Any, activation: Any, states: b
             check_conv_inputs(x, weight, activation, None)
         except (TypeError, ValueError) as error:
             reason = str(error)
-    reason = reason or _why_not_context(context, False) or _why_not_device(x.device, "there is no kernel for it here")
+    if reason is None:
+        sizes = ConvSizes(dtype=x.dtype, width=weight.shape[1])
+        reason = _why_not_context(context, False) or _why_not_device(x.device, sizes)
     return reason if _registered is None else _declined("causal_conv1d", reason)
 
 
@@ -261,12 +266,14 @@ def _why_not_context(context: Any, states: bool) -> str | None:
     return "a context without cu_seqlens" if context.cu_seqlens is None else None
 
 
-def _why_not_device(device: torch.device, lacking: str | None = None) -> str | None:
-    """Why a GPU's call stays with fla: no kernels here, for what `lacking` says or for the device."""
+def _why_not_device(device: torch.device, sizes: ConvSizes | None = None) -> str | None:
+    """Why a GPU's call stays with fla: there are no kernels here for the device, or for a convolution's sizes."""
     if _registered is None or _registered.backend != "auto" or device.type != "cuda":
         return None
     name, reason = explain(device.type, torch.cuda.get_device_capability(device))
-    return lacking or (None if name == "tilelang" else reason)
+    if name == "tilelang":
+        reason = "" if sizes is None else sizes.refusal()
+    return reason or None
 
 
 def _declined(name: str, reason: str | None) -> str | None:

@@ -174,7 +174,8 @@ def _mix(layer: Any, hidden_states: torch.Tensor, documents: Documents) -> torch
     qkv, z, b, a = _project(layer, x)
     # Under autocast the projection is narrower than the stored weight.
     weight, bias = layer.conv1d.weight.squeeze(1).to(qkv.dtype), layer.conv1d.bias
-    qkv, _ = causal_conv1d(qkv, weight, None if bias is None else bias.to(qkv.dtype), "silu", **where)
+    bias = None if bias is None else bias.to(qkv.dtype)
+    qkv, _ = causal_conv1d(qkv, weight, bias, "silu", backend=layer.flashqla_cp.backend, **where)
     q, k, v = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=2)
     q, k = (y.unflatten(2, (layer.num_k_heads, layer.head_k_dim)) for y in (q, k))
     gate: dict[str, Any] = {"use_gate_in_kernel": True}

@@ -42,6 +42,7 @@ class Workload:
     head_dim: int
     gates: str
     dtype: torch.dtype
+    gradients = ("dq", "dk", "dv", "dg", "dbeta")  # by the order of the inputs
 
     def offsets(self) -> list[int]:
         """Of the documents, [documents + 1]."""

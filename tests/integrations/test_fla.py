@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from flashqla_cp.kernels.backend import ConvSizes
 from flashqla_cp.testing.inputs import make_inputs
 from flashqla_cp.testing.metrics import relative_l2
 from flashqla_cp.testing.oracle import causal_conv1d_oracle, gated_delta_rule_oracle
@@ -178,9 +179,11 @@ def test_gpu_without_kernels_is_left_to_fla(registered: None, monkeypatch: pytes
     assert "no TileLang kernels for sm_80" in plugin._why_not_device(device)
     capability = (9, 0)
     assert plugin._why_not_device(device) is None
-    assert plugin._why_not_device(device, "there is no kernel for it here") == "there is no kernel for it here"
+    four, five = (ConvSizes(dtype=torch.bfloat16, width=width) for width in (4, 5))
+    assert plugin._why_not_device(device, four) is None
+    assert "weight: got 5 taps" in plugin._why_not_device(device, five)
     plugin.register_fla_backend(backend="torch")
-    assert plugin._why_not_device(device) is None
+    assert plugin._why_not_device(device, five) is None
 
 
 def test_options_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:

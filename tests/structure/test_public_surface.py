@@ -13,7 +13,7 @@ OP = (
 ).split()
 CONTEXT = ["cu_seqlens", "group", "conv1d_kernel_size", "cu_seqlens_cpu"]
 CONTEXT_KEYWORDS = {"layout": "contiguous", "token_ranges": None, "num_tokens": None, "exchange": "auto"}
-CONV = {"bias": None, "activation": "silu", "cu_seqlens": None, "cp_context": None}
+CONV = {"bias": None, "activation": "silu", "cu_seqlens": None, "cp_context": None, "backend": "auto"}
 EMPTY = inspect.Parameter.empty
 
 

@@ -32,7 +32,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "find_peers", lambda: ({}, {"fla": "ModuleNotFoundError: No module named 'fla'"}))
+    monkeypatch.setattr(bench, "find_peers", lambda *_: ({}, {"fla": "ModuleNotFoundError: No module named 'fla'"}))
 
 
 def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_peers: None) -> None:

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from flashqla_cp import causal_conv1d
+from flashqla_cp import GatedDeltaNet, causal_conv1d
+from flashqla_cp.kernels import backend
+from flashqla_cp.kernels.arch import arch_by_name
+from flashqla_cp.kernels.host import launcher
+from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.testing.cases import STREAMS, Case
 from flashqla_cp.testing.metrics import relative_l2
 from flashqla_cp.testing.oracle import causal_conv1d_oracle
@@ -127,3 +131,50 @@ def test_refuses(name: str) -> None:
 def test_refuses_parameters_that_are_none(weight, bias, kind, text):
     with pytest.raises(kind, match=text):
         causal_conv1d(torch.zeros(1, 7, 5), weight, bias)
+
+
+def test_backends_are_those_of_the_op() -> None:
+    x, weight = torch.randn(1, 20, 5), torch.randn(5, 4)
+    with pytest.raises(ValueError, match="backend: got 'triton'"):
+        causal_conv1d(x, weight, backend="triton")
+    with pytest.raises(NotImplementedError, match=r'backend: "tilelang" cannot run here: .* backend="torch" can'):
+        causal_conv1d(x, weight, backend="tilelang")
+    assert torch.equal(causal_conv1d(x, weight)[0], causal_conv1d(x, weight, backend="torch")[0])
+
+
+def test_kernels_run_what_they_take_and_torch_the_rest() -> None:
+    """On a machine with kernels: 2 to 4 taps, but for fp64, which nobody trains in."""
+    launched = []
+
+    def loader(spec: KernelSpec) -> Callable[..., None]:
+        launched.append(spec.stage)
+        return lambda *arguments: arguments[-1].zero_()
+
+    def run(width: int, dtype: torch.dtype, **options: Any) -> list[str]:
+        launched.clear()
+        causal_conv1d(torch.randn(1, 20, 5, dtype=dtype), torch.randn(5, width, dtype=dtype), **options)
+        return list(launched)
+
+    with launcher.machine(loader, arch_by_name("sm_90a"), 6):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            assert run(4, dtype)[-1] == run(2, dtype, backend="tilelang")[-1] == "causal_conv"
+        assert not run(4, torch.float64) and not run(5, torch.bfloat16) and not run(4, torch.bfloat16, backend="torch")
+        with pytest.raises(ValueError, match='weight: got 5 taps, there are kernels for 2, 3, 4; backend="torch"'):
+            run(5, torch.bfloat16, backend="tilelang")
+        with pytest.raises(ValueError, match=r"dtype: got torch\.float64"):
+            run(4, torch.float64, backend="tilelang")
+
+
+def test_training_without_a_kernel_raises_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "machine_of", lambda device: (arch_by_name("sm_90a"), 132))
+    sizes = backend.ConvSizes(dtype=torch.bfloat16, width=5)
+    with pytest.raises(RuntimeError, match=r'weight: got 5 taps.* pass backend="torch" to train'):
+        backend.select("auto", torch.device("cuda", 0), needs_grad=True, sizes=sizes)
+    assert backend.select("auto", torch.device("cuda", 0), needs_grad=False, sizes=sizes) is None
+
+
+def test_the_layer_hands_its_backend_on() -> None:
+    layer = GatedDeltaNet(32, head_dim=16, num_heads=2, backend="tilelang")
+    with pytest.raises(NotImplementedError, match="backend"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("flashqla_cp.layer.chunk_gated_delta_rule", lambda *_, **__: pytest.fail("the op came first"))
+        layer(torch.randn(1, 8, 32))

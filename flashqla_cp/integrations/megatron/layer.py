@@ -179,7 +179,8 @@ class CPLayer(nn.Module):
             rows = rows.reshape(1, B * T, -1)
         qkv, z, beta, alpha = rows.split([self.conv_dim_local_tp, *self.in_proj_split_sections[3:]], dim=2)
         weight, bias = self.conv1d.weight.squeeze(1).to(qkv.dtype), self.conv1d.bias
-        qkv, _ = causal_conv1d(qkv, weight, None if bias is None else bias.to(qkv.dtype), "silu", **where)
+        bias = None if bias is None else bias.to(qkv.dtype)
+        qkv, _ = causal_conv1d(qkv, weight, bias, "silu", backend=self.backend, **where)
         q, k, v = qkv.split(self.in_proj_split_sections[:3], dim=2)
         q, k = (x.unflatten(2, (-1, self.key_head_dim)) for x in (q, k))
         o, _ = chunk_gated_delta_rule(
