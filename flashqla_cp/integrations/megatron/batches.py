@@ -9,24 +9,20 @@ that is the layout zigzag_per_document of B documents of T*P tokens. Format thd:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from flashqla_cp.integrations.documents import Documents
 from flashqla_cp.integrations.weak_table import WeakTable
-from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.context import CPContext, build_cp_context
 from flashqla_cp.parallel.plan import check_offsets, read_offsets
-from flashqla_cp.parallel.plan_check import check_plans
 
 PACKED_LAYOUTS = ("zigzag_per_document", "zigzag", "contiguous")
 KEPT_SHAPES = 32
-Found = TypeVar("Found")
 
 _of_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, CPContext]] = weakref.WeakKeyDictionary()
 _of_packed: WeakTable[_Known] = WeakTable()
@@ -94,30 +90,16 @@ def _context_of_sequences(layer: Any, T: int, B: int, P: int, group: dist.Proces
 def _find_packed(layer: Any, T: int, B: int, P: int, group: Any, packed: Any) -> Documents:
     if B != 1:
         raise ValueError(f"hidden_states: got {B} sequences in format 'thd', expected one row of packed documents")
-    known = _recall(packed) if P == 1 else _or_tell(group, lambda: _recall(packed))
+    known = _recall(packed)
     key = (T, group and weakref.ref(group), layer.exchange, layer.packed_layout, layer.conv_kernel_dim)
     if key not in known.documents:
-
-        def check() -> None:
-            _check_packed(known.offsets, T, P, layer.packed_layout)
-
+        _check_packed(known.offsets, T, P, layer.packed_layout)
         if P == 1:
-            check()
             documents = Documents(cu_seqlens=torch.tensor(known.offsets, dtype=torch.int32))
         else:
-            _or_tell(group, check)
             documents = Documents(context=_build(layer, known.offsets, group, layer.packed_layout))
         known.documents[key] = documents
     return known.documents[key]
-
-
-def _or_tell(group: dist.ProcessGroup, check: Callable[[], Found]) -> Found:
-    """What check() returns. What it raises is told to the other ranks first, which compare their plans about now."""
-    try:
-        return check()
-    except Exception as error:
-        check_plans(Comm(group), b"", error)
-        raise
 
 
 def _build(layer: Any, offsets: list[int], group: dist.ProcessGroup, layout: str) -> CPContext:
