@@ -6,7 +6,7 @@
 skew: layouts and exchanges take turns, in front of a forward and of a backward each rank sleeps on its own, on a GPU
 the device does too, and every step must give what the first one of its kind gave, bit by bit.
 death: the other ranks must end by themselves, with an error that says what happened, soon after the time limit of
-their process group; --timeout is that limit. Nothing kills them before a minute more has passed.
+their process group; --timeout is that limit. Nothing kills them before a minute and a half more has passed.
 
 Ranks talk over NCCL with a GPU for each, else over gloo, where all share a GPU if one can be seen. The exit code is 0
 if all went well, else 1.
@@ -46,7 +46,7 @@ WAYS = (
 )
 NAP, LONG_NAP, LONG_SHARE = 1e-3, 0.1, 0.01  # seconds; the share of naps that are long
 FIRST_STEPS = 5  # before a rank dies
-GRACE = 60.0  # seconds beyond the limit until ranks that have not ended are killed
+GRACE = 90.0  # seconds beyond the limit until ranks that have not ended are killed
 ERRORS = re.compile(r"time[d ]*out|closed by peer|reset by peer|remote process|NCCL error|abort", re.IGNORECASE)
 
 

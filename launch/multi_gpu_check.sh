@@ -148,7 +148,7 @@ for name in "${STEPS[@]}"; do
                 --limit 110 --json "$OUT/skew.json"
             ;;
         death)
-            logged death 180 "$PY" -m flashqla_cp.launch.endurance death "${RANKS[@]}" --json "$OUT/death.json"
+            logged death 240 "$PY" -m flashqla_cp.launch.endurance death "${RANKS[@]}" --json "$OUT/death.json"
             ;;
     esac
 done

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flashqla_cp.cli import bench_on_rank, bench_ranks
-from flashqla_cp.cli.bench_contenders import LocalCopies
+from flashqla_cp.cli import bench_contenders, bench_on_rank, bench_ranks
+from flashqla_cp.cli.bench_contenders import LocalCopies, Peer
 from flashqla_cp.cli.bench_ranks_report import format_tables
 from flashqla_cp.cli.main import main
 from flashqla_cp.op import chunk_gated_delta_rule
+from flashqla_cp.parallel.context import build_cp_context
 from flashqla_cp.testing.spawn import run_ranks
 from flashqla_cp.testing.workload import Workload
 
@@ -79,6 +81,32 @@ def test_what_one_rank_has_wrong_is_timed_on_none(fault: str, text: str) -> None
     alone, sharded = (row for row in rows if row["kind"] == "op")
     assert sharded["failed"].startswith(text) and "forward" not in sharded and not bench_ranks.fault(alone)
     assert bench_ranks.fault(sharded) and text in format_tables({"rows": rows})
+
+
+def _measure_peer(rank: int) -> list[Any]:
+    """A peer made of our op, whose context is one of ours; a second one that rank 1 does not have."""
+
+    def context(tokens: int, group: Any, device: torch.device) -> Any:
+        return build_cp_context([0, tokens * group.size()], group)
+
+    def load() -> Peer:
+        return Peer(op=chunk_gated_delta_rule, middle_context=lambda *_: None, rank_context=context)
+
+    bench_contenders.LOADERS.clear()
+    bench_contenders.LOADERS.update({"peer": load} | ({"rare": load} if rank == 0 else {}))
+    return bench_on_rank.measure_on_this_rank(rank, replace(REQUEST, peers=("rare", "peer"), exchanges=("allgather",)))
+
+
+def test_a_peer_stands_beside_ours_on_ranks() -> None:
+    rows = [row for row in bench_ranks.joined(run_ranks(_measure_peer, 2, timeout=120.0)) if row["kind"] == "op"]
+    assert [(row["name"], row["exchange"], row["ranks"]) for row in rows] == [
+        ("flashqla_cp", "none", 1),
+        ("flashqla_cp", "allgather", 2),
+        ("peer", "none", 1),
+        ("peer", "its own", 2),
+    ]
+    assert all(0 < row["o_error"] < 5e-3 and "over_alone" in row for row in rows if row["ranks"] == 2)
+    assert "peer  " in format_tables({"rows": rows}) and not any(map(bench_ranks.fault, rows))
 
 
 def part(whole: list[float], **more: Any) -> dict[str, Any]:
