@@ -5,8 +5,8 @@
 
 The bracketed stages exist only where documents were cut between ranks. The first line runs on a stream of its own,
 beside the first slab's replay, which needs none of it: it leaves most of a device idle where most heads forget, and in
-its exchange. The maps' corrections stay where the forward brought them. A call that keeps less (`recompute`) runs stages
-of the forward again in front of all this.
+its exchange. The maps' corrections stay where the forward brought them. A call that keeps less (`recompute`) runs
+stages of the forward again in front of all this.
 """
 
 from __future__ import annotations

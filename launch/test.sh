@@ -6,6 +6,7 @@
 # Variables for the set-up (PYTHON, TORCH_SPEC, TORCH_INDEX, VENV, NO_VENV) are described in launch/setup.sh.
 set -uo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/steps.sh"
 
 FULL=0
 GPU=auto
@@ -22,53 +23,6 @@ done
 setup_environment dev
 if [ "$GPU" = auto ]; then GPU="$HAVE_GPU"; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
-
-SUMMARY=()
-FAILED=0
-WORK="$(mktemp -d)" # of the running step: its process, its exit code, its output
-LOG="$WORK/log"
-trap 'rm -rf "$WORK"' EXIT
-trap 'stop_step; exit 130' INT TERM HUP
-
-stop_step() { # timeout leads a process group of its own, which a signal to this script does not reach
-    if [ -s "$WORK/pid" ]; then kill -TERM "$(cat "$WORK/pid")" 2>/dev/null && wait; fi
-}
-
-step() { # step NAME SECONDS COMMAND...; the output is shown and kept in $LOG
-    local name="$1" limit="$2" start=$SECONDS code
-    shift 2
-    say "$name (limit $limit s): $*"
-    {
-        timeout --kill-after=20 "$limit" "$@" </dev/null &
-        echo $! >"$WORK/pid"
-        wait $!
-        echo $? >"$WORK/code"
-    } 2>&1 | tee "$LOG" &
-    wait $!
-    rm -f "$WORK/pid"
-    code="$(cat "$WORK/code")"
-    if [ "$code" = 0 ]; then
-        SUMMARY+=("ok       $name, $((SECONDS - start)) s")
-    else
-        FAILED=1
-        if [ "$code" = 124 ] || [ "$code" = 137 ]; then code="$code: time limit of $limit s"; fi
-        SUMMARY+=("FAILED   $name, $((SECONDS - start)) s, exit code $code")
-    fi
-}
-
-skip() { # skip NAME REASON...
-    local name="$1"
-    shift
-    say "$name skipped: $*"
-    SUMMARY+=("skipped  $name: $*")
-}
-
-has_passed() { # a test step in which nothing passed has tested nothing
-    if ! grep -qE '[0-9]+ passed' "$LOG"; then
-        FAILED=1
-        SUMMARY+=("FAILED   $1 ran no test")
-    fi
-}
 
 NO_GPU="not gpu and not multi_gpu"
 NO_SLOW=""
@@ -122,8 +76,7 @@ if ! MPIRUN="$(command -v mpirun)"; then
 elif ! "$PY" -c 'import mpi4py.MPI, pytest_mpi' 2>/dev/null; then
     skip "tests on 2 and 4 ranks" "mpi4py or pytest-mpi does not work in this Python"
 else
-    flags=()
-    if "$MPIRUN" --version 2>&1 | grep -q 'Open MPI'; then flags=(--allow-run-as-root --oversubscribe); fi
+    mapfile -t flags < <(mpi_flags)
     marks="mpi $NO_SLOW"
     if [ "$GPU" = 0 ]; then marks="$marks and $NO_GPU"; fi
     for ranks in 2 4; do

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -85,6 +86,15 @@ class Comm:
         self.world_size = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(f"group: process {dist.get_rank()} is not a member of it")
+
+    def __deepcopy__(self, memo: object) -> Comm:
+        return self
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "group: a process group cannot be saved or sent to another process; of a model that is enabled for one, "
+            "save model.state_dict(), or call disable_context_parallel(model) first"
+        )
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -1,9 +1,9 @@
 """`flashqla-cp bench`: times of the op beside those of its peers, and beside what the device allows.
 
 On a GPU it runs the kernels; on a CPU the torch backend at small sizes, which tests the command and says nothing about
-kernels. An op whose o, or whose gradients, are further from an fp64 result than their bars is not timed. The exit code
-is 0 if every case of this library was timed, 1 if one was refused or failed, and 2 if none could be timed: options that
-cannot work here.
+kernels. An op whose o, or whose gradients, are further from an fp64 result than their bars is not timed. --nproc starts
+ranks and measures context parallelism on them instead (bench_ranks.py). The exit code is 0 if every case of this
+library was timed, 1 if one was refused or failed, and 2 if none could be timed: options that cannot work here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from flashqla_cp.cli import bench_report
+from flashqla_cp.cli import bench_costs, bench_ranks, bench_report
 from flashqla_cp.cli.bench_contenders import LOADERS, OURS, Contender, Peer, contenders, conv_contenders, find_peers
 from flashqla_cp.cli.bench_draws import DIRECTIONS, TIMES, Draw, time_draw
 from flashqla_cp.cli.bench_report import Report, format_head, format_table
@@ -57,11 +57,16 @@ class Request:
     backend: str
 
     def workload(self, tokens: int, gates: str) -> Workload | ConvWorkload:
+        return self.conv_workload(tokens) if self.options["op"] == "conv" else self.rule_workload(tokens, gates)
+
+    def conv_workload(self, tokens: int) -> ConvWorkload:
+        heads, v_heads, head_dim = (self.options[name] for name in ("heads", "v_heads", "head_dim"))
+        channels = (2 * heads + v_heads) * head_dim  # of q, k and v
+        dtype = DTYPES[self.options["dtype"]]
+        return ConvWorkload(tokens=tokens, documents=self.options["documents"], channels=channels, dtype=dtype)
+
+    def rule_workload(self, tokens: int, gates: str) -> Workload:
         sizes = {name: self.options[name] for name in ("documents", "heads", "v_heads", "head_dim")}
-        if self.options["op"] == "conv":
-            channels = (2 * sizes["heads"] + sizes["v_heads"]) * sizes["head_dim"]  # of q, k and v
-            dtype = DTYPES[self.options["dtype"]]
-            return ConvWorkload(tokens=tokens, documents=sizes["documents"], channels=channels, dtype=dtype)
         return Workload(tokens=tokens, gates=gates, dtype=DTYPES[self.options["dtype"]], **sizes)
 
 
@@ -88,11 +93,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=Path, metavar="PATH", help="file for everything that was measured, kept up to date")
     add("--plot", type=Path, metavar="PATH", help="file for a picture of the times, .png or another ending")
     add("--quick", action="store_true", help="one short case for each of two gates, where options do not say more")
+    bench_ranks.add_arguments(parser)
+    add("--costs", type=Path, metavar="PATH", help="fit the cost of exchanges to the file of an earlier --nproc run")
 
 
 def run(args: argparse.Namespace) -> int:
     """Time what was asked for and print it; return 0, 1 if a case of this library has no times, 2 if none could run."""
     try:
+        if args.costs is not None:
+            _check_files(args)
+            return bench_costs.run(args.costs, args.json)
+        group = bench_ranks.group_of(args) if args.nproc is not None else None
         request, notes = _read_options(args)
         peers, absent = find_peers(args.op) if args.peers != "none" else ({}, {})
         if args.peers in LOADERS:
@@ -101,6 +112,10 @@ def run(args: argparse.Namespace) -> int:
     except (ValueError, RuntimeError) as error:
         print(f"bench: error: {error}", file=sys.stderr, flush=True)
         return 2
+    if group is not None:
+        found = (peers, absent)
+        work_of, device = request.rule_workload, request.device
+        return bench_ranks.run(args, request.options, work_of, device, request.backend, group, found)
     ceilings = Ceilings.of(request.device)
     report: Report = {
         "head": bench_report.head(request.options, request.device, request.backend, absent, notes),
@@ -218,8 +233,10 @@ def _comparisons(
 def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:
     """Fill in defaults and refuse what cannot work: ValueError, or what select raises. Also notes for the reader."""
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    quick = QUICK[device.type] if args.quick else {}
-    defaults = {"gates": GATES} | SIZES[device.type] | quick
+    defaults = {"gates": GATES} | SIZES[device.type] | (QUICK[device.type] if args.quick else {})
+    if args.nproc is not None:
+        on_ranks = bench_ranks.QUICK if args.quick else bench_ranks.SIZES
+        defaults |= on_ranks[device.type] | {"draws": 1}
     given = {name: value if (value := getattr(args, name)) is not None else defaults[name] for name in defaults}
     heads, v_heads = given.pop("heads")
     middle_rank, documents = args.middle_rank, args.documents
@@ -238,7 +255,7 @@ def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:
     if middle_rank is not None and documents > 1:
         raise ValueError(f"--documents: got {documents} with --middle-rank, expected 1: a rank inside one document")
     if args.op == "conv":
-        for option, value in (("--middle-rank", middle_rank), ("--gates", args.gates)):
+        for option, value in (("--middle-rank", middle_rank), ("--gates", args.gates), ("--nproc", args.nproc)):
             if value is not None:
                 raise ValueError(f"{option}: got {value} with --op conv, which has none")
         given["gates"] = ["conv"]
@@ -247,7 +264,8 @@ def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:
     sizes: Sizes | ConvSizes = Sizes(dtype=DTYPES[args.dtype], num_heads=heads, num_v_heads=v_heads, **dims)
     if args.op == "conv":
         sizes = ConvSizes(dtype=DTYPES[args.dtype], width=TAPS)
-    kernels = select(args.backend, device, needs_grad=args.direction != "forward", sizes=sizes)
+    needs_grad = args.direction != "forward" or args.nproc is not None
+    kernels = select(args.backend, device, needs_grad=needs_grad, sizes=sizes)
     notes = []
     if device.type == "cpu":
         notes.append("no GPU: the torch backend at small sizes, which tests this command and says nothing of kernels")

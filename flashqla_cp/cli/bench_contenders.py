@@ -1,5 +1,5 @@
-"""What `flashqla-cp bench` puts side by side: this library's op and the peers' that are installed, alone on one device
-or as a middle rank of several.
+"""What `flashqla-cp bench` puts side by side: this library's op and the peers' that are installed, alone on one device,
+as a middle rank of several, or on real ranks.
 
 A middle rank is the expensive one: it makes whole maps and waits for a state. Here it is one process. The others are
 imagined to hold the same tokens, so a collective becomes local copies of what it would carry, of the same size, and
@@ -45,18 +45,23 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """Another library's op, and its stand-in for a middle rank, if it has one: (tokens, ranks, device) -> its
-    cp_context."""
+    """Another library's op, its stand-in for a middle rank: (tokens, ranks, device) -> its cp_context, and its context
+    of one document over a group of ranks with `tokens` each: (tokens, group, device) -> its cp_context; None where a
+    peer has none."""
 
     op: Op
     middle_context: Callable[[int, int, torch.device], Any] | None = None
+    rank_context: Callable[[int, dist.ProcessGroup, torch.device], Any] | None = None
 
 
 class LocalCopies(Comm):
-    """Stands for a group whose other ranks hold what this one holds: collectives are copies, nothing is sent."""
+    """Stands for a group whose other ranks hold what this one holds: collectives are copies, nothing is sent.
 
-    def __init__(self, rank: int, world_size: int):
+    per_node: ranks of a node, all of them if None."""
+
+    def __init__(self, rank: int, world_size: int, per_node: int | None = None):
         self.rank, self.world_size = rank, world_size
+        self._per_node = world_size if per_node is None else per_node
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -66,7 +71,7 @@ class LocalCopies(Comm):
         return None
 
     def ranks_per_node(self) -> int:
-        return self.world_size
+        return self._per_node
 
     def all_gather(self, local: torch.Tensor) -> Pending:
         gathered = local[None].expand(self.world_size, *local.shape).contiguous()
@@ -175,18 +180,22 @@ def _imagine_ranks(module: Any, ranks: int) -> None:
     module.all_gather_into_tensor, module.dist = gather, _Absent(ranks // 2)
 
 
-def _fields(tokens: int, ranks: int, device: torch.device) -> dict[str, Any]:
-    """What the peers' contexts of a middle rank have in common."""
+def _fields(tokens: int, group: object, rank: int, ranks: int, device: torch.device) -> dict[str, Any]:
+    """What the peers' contexts of a rank of one document have in common."""
     offsets = torch.tensor([0, tokens], dtype=torch.int32)
     return {
-        "group": object(),
+        "group": group,
         "cu_seqlens": offsets.to(device),
         "cu_seqlens_cpu": offsets,
-        "is_first_rank": False,
-        "is_last_rank": False,
-        "pre_num_ranks": ranks // 2,
-        "post_num_ranks": ranks - ranks // 2 - 1,
+        "is_first_rank": rank == 0,
+        "is_last_rank": rank == ranks - 1,
+        "pre_num_ranks": rank,
+        "post_num_ranks": ranks - rank - 1,
     }
+
+
+def _middle(tokens: int, ranks: int, device: torch.device) -> dict[str, Any]:
+    return _fields(tokens, object(), ranks // 2, ranks, device)
 
 
 def _load_flash_qla() -> Peer:
@@ -196,9 +205,13 @@ def _load_flash_qla() -> Peer:
 
     def context(tokens: int, ranks: int, device: torch.device) -> Any:
         _imagine_ranks(exchange, ranks)
-        return FlashQLACPContext(**_fields(tokens, ranks, device), is_inter=True)
+        return FlashQLACPContext(**_middle(tokens, ranks, device), is_inter=True)
 
-    return Peer(op=op, middle_context=context)
+    def on_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+        fields = _fields(tokens, group, dist.get_rank(group), dist.get_world_size(group), device)
+        return FlashQLACPContext(**fields, is_inter=True)
+
+    return Peer(op=op, middle_context=context, rank_context=on_ranks)
 
 
 def _load_fla() -> Peer:
@@ -208,9 +221,12 @@ def _load_fla() -> Peer:
 
     def context(tokens: int, ranks: int, device: torch.device) -> Any:
         _imagine_ranks(exchange, ranks)
-        return FLACPContext(**_fields(tokens, ranks, device))
+        return FLACPContext(**_middle(tokens, ranks, device))
 
-    return Peer(op=op, middle_context=context)
+    def on_ranks(tokens: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+        return FLACPContext(**_fields(tokens, group, dist.get_rank(group), dist.get_world_size(group), device))
+
+    return Peer(op=op, middle_context=context, rank_context=on_ranks)
 
 
 def _load_fla_conv() -> Peer:

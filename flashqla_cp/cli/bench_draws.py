@@ -44,9 +44,10 @@ class Draw:
         """The inputs as the beginning of a new graph of autograd."""
         return tuple(x.detach().requires_grad_() for x in self.tensors)
 
-    def expected(self, work: Workload | ConvWorkload, ranks: int | None) -> Expected:
-        """fp64 results; with `ranks` those of the middle one, every other rank holding the same."""
-        before, behind = (ranks // 2, ranks - ranks // 2 - 1) if ranks else (0, 0)
+    def expected(self, work: Workload | ConvWorkload, ranks: int | None, rank: int | None = None) -> Expected:
+        """fp64 results; with `ranks` those of `rank`, or of the middle one, every other rank holding the same."""
+        place = (ranks or 1) // 2 if rank is None else rank
+        before, behind = (place, ranks - place - 1) if ranks else (0, 0)
         o, gradients = work.expected(self.tensors, 1 + before), None
         if self.upstream is not None:
             found = work.expected_gradients(self.tensors, self.upstream, before, behind)
@@ -72,16 +73,16 @@ def time_draw(
             began = time.perf_counter()
             row |= _errors(contender, draw, expected)
             row["first_call_s"] = time.perf_counter() - began
-            refusal = _refusal(row) if contender.strict else None
+            refusal = refusal_of(row) if contender.strict else None
             if refusal is not None:
                 return row | {"refused": refusal}
         with torch.set_grad_enabled(direction != "forward"):
-            return row | measure(_preparation(contender, draw, direction), device)
+            return row | measure(preparation(contender, draw, direction), device)
     except Exception as error:  # one op that cannot run a case must not cost the others' numbers
         return row | {"failed": first_line(error)}
 
 
-def _preparation(contender: Contender, draw: Draw, direction: str) -> Prepare:
+def preparation(contender: Contender, draw: Draw, direction: str) -> Prepare:
     """What has to run before the timed call, and returns it."""
     if draw.upstream is None:
         return lambda: lambda: contender.call(*draw.tensors)
@@ -106,13 +107,18 @@ def _errors(contender: Contender, draw: Draw, expected: Expected) -> dict[str, A
             return {"o_error": relative_error(contender.check(*draw.tensors), expected.o)}
     leaves = draw.leaves()
     o = contender.check(*leaves)
-    found = torch.autograd.grad(o, leaves, draw.upstream)
-    pairs = zip(expected.gradients.items(), found, strict=True)
+    return errors_of(o, torch.autograd.grad(o, leaves, draw.upstream), expected)
+
+
+def errors_of(o: torch.Tensor, gradients: Tensors, expected: Expected) -> dict[str, Any]:
+    """The same of results that are there already, gradients included."""
+    assert expected.gradients is not None
+    pairs = zip(expected.gradients.items(), gradients, strict=True)
     errors = {name: relative_error(x, exact) for (name, exact), x in pairs}
     return {"o_error": relative_error(o.detach(), expected.o), "gradient_errors": errors}
 
 
-def _refusal(row: dict[str, Any]) -> str | None:
+def refusal_of(row: dict[str, Any]) -> str | None:
     """Why these errors forbid to time, if they do."""
     errors, bars = {"o": row["o_error"]} | (row["gradient_errors"] or {}), {"o": BAR} | GRADIENT_BARS
     for name, error in errors.items():

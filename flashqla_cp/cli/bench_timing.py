@@ -129,7 +129,12 @@ def eager_ms(call: Call, device: torch.device) -> float:
 
 
 def graph_ms(prepare: Prepare, device: torch.device) -> float:
-    """Median milliseconds of the call that prepare() returns, replayed from a CUDA graph.
+    """Median milliseconds of the call that prepare() returns, replayed from a CUDA graph."""
+    return eager_ms(captured(prepare), device)
+
+
+def captured(prepare: Prepare) -> Call:
+    """A replay of a CUDA graph of the call that prepare() returns.
 
     Autograd runs a backward on the stream of its forward, so both belong on the stream that captures."""
     outer, side = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -146,7 +151,7 @@ def graph_ms(prepare: Prepare, device: torch.device) -> float:
     finally:
         torch.cuda.set_stream(outer)  # a capture that fails leaves its own stream behind
     torch.cuda.synchronize()
-    return eager_ms(graph.replay, device)
+    return graph.replay
 
 
 def host_us(call: Call) -> float:

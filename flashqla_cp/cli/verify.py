@@ -1,8 +1,9 @@
 """`flashqla-cp verify`: one step of the op, the convolution and the layer, sharded over ranks, compared twice.
 
 Once with the same step on one rank and once with the fp64 per-token oracle: relative L2 error of every output and
-gradient, over the whole tensor and over the 32 tokens behind each cut. Starts its own ranks; under torchrun it uses
-those that are there. The exit code is 0 if every error is within its bar, 1 if one is above it, and 2 if there was
+gradient, over the whole tensor and over the 32 tokens behind each cut. --all does so for every layout with every
+exchange, on the same ranks, a line each. Starts its own ranks; under torchrun it uses those that are there. The exit
+code is 0 if every error is within its bar, 1 if one is above it, and 2 if there was
 nothing to compare: options that cannot work here, or ranks that failed or ran out of time.
 """
 
@@ -15,18 +16,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from flashqla_cp import layer as layer_module
+from flashqla_cp.cli.verify_layer import CONV_TAPS, functional, layer_oracle, layer_problem
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.kernels.backend import select
-from flashqla_cp.layer import GatedDeltaNet
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
-from flashqla_cp.parallel.context import CPContext, build_cp_context
+from flashqla_cp.parallel.context import build_cp_context
 from flashqla_cp.testing.cases import BY_ID, CUSTOM_RANGES, VERIFY, Case
 from flashqla_cp.testing.parity import (
     TOKEN_RESULTS,
@@ -46,7 +45,6 @@ from flashqla_cp.testing.spawn import run_ranks
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", *CUSTOM_RANGES)
 EXCHANGES = ("auto", "allgather", "sharded", "hierarchical", "headwise")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-CONV_TAPS, HIDDEN_SIZE = 4, 24
 LONGEST_TIMEOUT = 86400  # seconds
 
 # Largest relative errors allowed, by dtype. Against one rank: rows and states, and parameters' gradients, of which each
@@ -62,9 +60,10 @@ BARS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the ranks are to run. device_type: "cpu" or "cuda". op_backend: the op's argument `backend`."""
+    """What the ranks are to run. cases: one stream, cut and exchanged in one or several ways. device_type: "cpu" or
+    "cuda". op_backend: the op's argument `backend`."""
 
-    case: Case
+    cases: tuple[Case, ...]
     dtype: str
     device_type: str
     op_backend: str
@@ -74,6 +73,7 @@ class Request:
 class Report:
     """What rank 0 found. scores: (part, against) -> errors; cuts: tokens at which a rank's range starts."""
 
+    case: Case
     context: str
     cuts: tuple[int, ...]
     scores: dict[tuple[str, str], list[Score]]
@@ -88,6 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="float64", help="of the inputs (default float64)")
     parser.add_argument("--op-backend", choices=("auto", "tilelang", "torch"), help="default: torch for float64 and 32")
     parser.add_argument("--case", choices=tuple(BY_ID), default=VERIFY.id, metavar="CASE", help="a row of the table")
+    parser.add_argument("--all", action="store_true", help="every layout with every exchange, where none is named")
     parser.add_argument("--list", action="store_true", help="print the names of the cases and stop")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds after which the ranks are killed")
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     here = int(os.environ["LOCAL_WORLD_SIZE"]) if inside else nproc
     backend = args.backend or ("nccl" if torch.cuda.device_count() >= here else "gloo")
     request = Request(
-        case=_chosen_case(args),
+        cases=_chosen_cases(args),
         dtype=args.dtype,
         device_type="cuda" if backend == "nccl" else "cpu",
         op_backend=args.op_backend or ("torch" if args.dtype in ("float64", "float32") else "auto"),
@@ -111,45 +112,51 @@ def run(args: argparse.Namespace) -> int:
     try:
         _check_options(args, here, request)
         if not inside:
-            report = run_ranks(verify_on_this_rank, nproc, request, backend=backend, timeout=args.timeout)[0]
+            reports = run_ranks(verify_on_this_rank, nproc, request, backend=backend, timeout=args.timeout)[0]
     except (ValueError, RuntimeError, TimeoutError) as error:  # the text of a rank that failed holds its traceback
         if not inside or os.environ["LOCAL_RANK"] == "0":
             print(f"verify: error: {error}", file=sys.stderr, flush=True)
         return 2
     if inside:
         with _launched_ranks(backend):
-            report = verify_on_this_rank(dist.get_rank(), request)
+            reports = verify_on_this_rank(dist.get_rank(), request)
     if speaks:
-        print(f"flashqla-cp verify: {nproc} ranks, {backend}, {args.dtype}, case {request.case.id}")
-        print(format_report(report, args.dtype))
-    return 0 if not faults(report, args.dtype) else 1
+        print(f"flashqla-cp verify: {nproc} ranks, {backend}, {args.dtype}, case {request.cases[0].id}")
+        print(format_all(reports, args.dtype) if args.all else format_report(reports[0], args.dtype))
+    return 1 if any(faults(report, args.dtype) for report in reports) else 0
 
 
-def verify_on_this_rank(rank: int, request: Request) -> Report:
-    """Run the sharded step on every rank of the default group and compare it; the same report comes out on all."""
+def verify_on_this_rank(rank: int, request: Request) -> list[Report]:
+    """Run the sharded steps on every rank of the default group and compare them; the same reports come out on all."""
     device = torch.device("cpu")
     if request.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    dtype, case = DTYPES[request.dtype], request.case
+    dtype, stream = DTYPES[request.dtype], request.cases[0]
     comm = Comm(None)
-    offsets = torch.tensor(case.cu_seqlens, device=device)
-    context = build_cp_context(offsets, comm.group, CONV_TAPS, **case.context_options(comm.world_size))
-    cuts = sorted({start for owned in context.plan.ranges for start, _ in owned} - {0})
-    layer, layer_problem = _layer_problem(case, dtype, device, request.op_backend)
+    layer, problem_of_layer = layer_problem(stream, dtype, device, request.op_backend)
     steps: dict[str, tuple[Problem, Callable[..., Any], Callable[..., Any], dict[str, Any]]] = {
-        "op": (op_problem(case, dtype, device), chunk_gated_delta_rule, op_oracle, {"backend": request.op_backend}),
-        "conv": (conv_problem(case, dtype, device), causal_conv1d, conv_oracle, {}),
-        "layer": (layer_problem, _functional(layer), _layer_oracle(layer), {}),
+        "op": (op_problem(stream, dtype, device), chunk_gated_delta_rule, op_oracle, {"backend": request.op_backend}),
+        "conv": (conv_problem(stream, dtype, device), causal_conv1d, conv_oracle, {}),
+        "layer": (problem_of_layer, functional(layer), layer_oracle(layer), {}),
     }
-    scores = {}
+    expected = {}
     for part, (problem, function, oracle, arguments) in steps.items():
-        sharded = run_sharded(
-            function, problem, context, lambda x: comm.all_gather(x.double()).wait().sum(0), **arguments
-        )
-        one_rank = run_whole(function, problem, **arguments)
-        scores[part, "one rank"] = score(sharded, one_rank, cuts)
-        scores[part, "oracle"] = score(sharded, run_whole(oracle, _widened(problem)), cuts)
-    return Report(context=repr(context), cuts=tuple(cuts), scores=scores)
+        expected[part, "one rank"] = run_whole(function, problem, **arguments)
+        expected[part, "oracle"] = run_whole(oracle, _widened(problem))
+    reports = []
+    for case in request.cases:
+        offsets = torch.tensor(case.cu_seqlens, device=device)
+        context = build_cp_context(offsets, comm.group, CONV_TAPS, **case.context_options(comm.world_size))
+        cuts = sorted({start for owned in context.plan.ranges for start, _ in owned} - {0})
+        scores = {}
+        for part, (problem, function, _, arguments) in steps.items():
+            sharded = run_sharded(
+                function, problem, context, lambda x: comm.all_gather(x.double()).wait().sum(0), **arguments
+            )
+            for against in ("one rank", "oracle"):
+                scores[part, against] = score(sharded, expected[part, against], cuts)
+        reports.append(Report(case=case, context=repr(context), cuts=tuple(cuts), scores=scores))
+    return reports
 
 
 def bar_of(part: str, against: str, name: str, dtype: str) -> float:
@@ -193,6 +200,22 @@ def format_report(report: Report, dtype: str) -> str:
     return "\n".join(lines)
 
 
+def format_all(reports: list[Report], dtype: str) -> str:
+    """Return a line for each report, the largest error of each part and what is above its bar, and a closing line."""
+    parts = tuple(dict.fromkeys(part for part, _ in reports[0].scores))
+    lines = [f"{'layout':<22}{'exchange':<14}" + "".join(f"{part:>10}" for part in parts)]
+    bad = 0
+    for report in reports:
+        case, found = report.case, faults(report, dtype)
+        worst = (max(s.worst for (p, _), row in report.scores.items() if p == part for s in row) for part in parts)
+        errors = "".join(f"{error:>10.1e}" for error in worst)
+        verdict = f"  too large: {'; '.join(found)}" if found else ""
+        lines.append(f"{case.custom or case.layout:<22}{case.exchange:<14}{errors}{verdict}")
+        bad += bool(found)
+    lines += ["", f"{bad} of {len(reports)} have errors that are too large" if bad else "every error is within its bar"]
+    return "\n".join(lines)
+
+
 def _check_options(args: argparse.Namespace, local_ranks: int, request: Request) -> None:
     """Raise ValueError, or what select raises, for options that cannot work here; no rank has been started yet."""
     if local_ranks < 1:
@@ -205,13 +228,18 @@ def _check_options(args: argparse.Namespace, local_ranks: int, request: Request)
     select(request.op_backend, torch.device(request.device_type), needs_grad=True)
 
 
-def _chosen_case(args: argparse.Namespace) -> Case:
-    """The named case, cut and exchanged as asked."""
-    case = replace(BY_ID[args.case], exchange=args.exchange)
-    if args.layout is None:
+def _chosen_cases(args: argparse.Namespace) -> tuple[Case, ...]:
+    """The named case, cut and exchanged as asked: in one way, or in all that --layout and --exchange leave open."""
+    layouts = LAYOUTS if args.all and args.layout is None else (args.layout,)
+    exchanges = EXCHANGES[1:] if args.all and args.exchange == "auto" else (args.exchange,)
+    return tuple(_cut(replace(BY_ID[args.case], exchange=name), layout) for layout in layouts for name in exchanges)
+
+
+def _cut(case: Case, layout: str | None) -> Case:
+    if layout is None:
         return case
-    custom = args.layout if args.layout in CUSTOM_RANGES else None
-    return replace(case, layout="custom" if custom else args.layout, custom=custom)
+    custom = layout if layout in CUSTOM_RANGES else None
+    return replace(case, layout="custom" if custom else layout, custom=custom)
 
 
 def _widened(problem: Problem) -> Problem:
@@ -221,71 +249,6 @@ def _widened(problem: Problem) -> Problem:
         return {name: x.double() for name, x in tensors.items()}
 
     return replace(problem, tokens=wide(problem.tokens), shared=wide(problem.shared), upstream=wide(problem.upstream))
-
-
-def _layer_problem(
-    case: Case, dtype: torch.dtype, device: torch.device, op_backend: str
-) -> tuple[GatedDeltaNet, Problem]:
-    """A small layer, the same on every rank, and a step of it over the stream of a case."""
-    generator = torch.Generator().manual_seed(2)
-    layer = GatedDeltaNet(HIDDEN_SIZE, head_dim=16, num_heads=2, num_v_heads=4, conv_size=CONV_TAPS, backend=op_backend)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            if parameter.dim() > 1:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
-        # Rates from one that keeps its state over the whole stream to one that forgets within a few tokens.
-        layer.A_log.copy_(torch.linspace(-6.0, 1.0, layer.num_v_heads))
-        layer.dt_bias.copy_(torch.linspace(-4.0, -1.0, layer.num_v_heads))
-    layer = layer.to(device=device, dtype=dtype)
-    rows = torch.randn(2, 1, case.stream_length, HIDDEN_SIZE, generator=generator).to(device=device, dtype=dtype)
-    problem = Problem(
-        tokens={"hidden_states": rows[0]},
-        upstream={"o": rows[1]},
-        shared={name: parameter.detach() for name, parameter in layer.named_parameters()},
-        cu_seqlens=torch.tensor(case.cu_seqlens),
-    )
-    return layer, problem
-
-
-def _functional(layer: GatedDeltaNet) -> Callable[..., Any]:
-    """The layer as a function of its rows and parameters."""
-
-    def call(
-        hidden_states: torch.Tensor,
-        cu_seqlens: torch.Tensor | None = None,
-        cp_context: CPContext | None = None,
-        **parameters: torch.Tensor,
-    ) -> tuple[torch.Tensor, None]:
-        return torch.func.functional_call(layer, parameters, (hidden_states, cu_seqlens, cp_context)), None
-
-    return call
-
-
-def _layer_oracle(layer: GatedDeltaNet) -> Callable[..., Any]:
-    """The layer with the oracles in the place of the two calls that mix tokens."""
-
-    def conv(
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        activation: str | None,
-        cu_seqlens: torch.Tensor | None,
-        cp_context: CPContext | None,
-        backend: str,
-    ) -> tuple[torch.Tensor, None]:
-        return conv_oracle(x, weight, bias, activation, cu_seqlens)
-
-    def op(*tensors: torch.Tensor, cp_context: CPContext | None, backend: str, **options: Any) -> Any:
-        return op_oracle(*tensors, **options)
-
-    def call(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
-        with (
-            mock.patch.object(layer_module, "causal_conv1d", conv),
-            mock.patch.object(layer_module, "chunk_gated_delta_rule", op),
-        ):
-            return _functional(layer)(*args, **kwargs)
-
-    return call
 
 
 @contextmanager

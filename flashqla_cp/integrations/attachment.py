@@ -20,31 +20,47 @@ WRAPPED = {"_orig_mod": "torch.compile", "_checkpoint_wrapped_module": "checkpoi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Enabling:
+    """One call that changed modules: how, and how many layers, which are to be restored together."""
+
+    sharding: Sharding
+    backend: str
+    num_layers: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Attachment:
     """What a changed module knows.
 
     names: parameters of its own forward. original: its own class, None where only hooks were added. hooks: handles.
     """
 
-    sharding: Sharding
-    backend: str
+    enabling: Enabling
     names: tuple[str, ...]
     original: type[nn.Module] | None = None
     hooks: tuple[Any, ...] = ()
 
+    @property
+    def sharding(self) -> Sharding:
+        return self.enabling.sharding
 
-def swap_class(module: nn.Module, mixin: type[nn.Module], sharding: Sharding, backend: str) -> None:
+    @property
+    def backend(self) -> str:
+        return self.enabling.backend
+
+
+def swap_class(module: nn.Module, mixin: type[nn.Module], enabling: Enabling) -> None:
     """Put the mixin in front of the module's class."""
     original = type(module)
-    attachment = Attachment(sharding=sharding, backend=backend, names=forward_names(module), original=original)
+    attachment = Attachment(enabling=enabling, names=forward_names(module), original=original)
     module.__class__ = _subclass(mixin, original)
     setattr(module, KEY, attachment)
 
 
-def add_hook(module: nn.Module, hook: Any, sharding: Sharding, backend: str) -> None:
+def add_hook(module: nn.Module, hook: Any, enabling: Enabling) -> None:
     """Let hook(module, args, kwargs) -> (args, kwargs), or None to leave them, see every call of the module."""
     handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-    before = getattr(module, KEY, None) or Attachment(sharding=sharding, backend=backend, names=forward_names(module))
+    before = getattr(module, KEY, None) or Attachment(enabling=enabling, names=forward_names(module))
     setattr(module, KEY, replace(before, hooks=(*before.hooks, handle)))
 
 
@@ -77,9 +93,18 @@ def check_unwrapped(name: str, module: nn.Module) -> None:
     elif module._compiled_call_impl is not None:
         by = "torch.compile"
     elif "forward" in module.__dict__:
-        by = "an accelerate hook or another replacement of its forward"
+        by = _replacement(module)
     if by is not None:
         raise ValueError(f"model: {name or 'the model'} has been through {by}; enable context parallelism before")
+
+
+def _replacement(module: nn.Module) -> str:
+    """What put a forward of its own into this module."""
+    if hasattr(module, "_hf_hook"):
+        return "an accelerate hook"
+    if hasattr(type(module), "kernel_layer_name"):
+        return "kernelize (use_kernels=True)"
+    return "a replacement of its forward"
 
 
 def forward_names(module: nn.Module) -> tuple[str, ...]:
@@ -108,9 +133,21 @@ def _parameters(module: nn.Module) -> dict[str, inspect.Parameter]:
 def _subclass(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
     """One class for all modules of a class. Its name stays: wrapping policies look for decoder layers by it."""
     if (mixin, original) not in _subclasses:
-        namespace = {"__module__": original.__module__, "__doc__": mixin.__doc__}
+        namespace = {"__module__": original.__module__, "__doc__": mixin.__doc__, "__reduce_ex__": _reduce}
         _subclasses[mixin, original] = type(original.__name__, (mixin, original), namespace)
     return _subclasses[mixin, original]
+
+
+def _reduce(module: nn.Module, protocol: Any) -> tuple[Any, ...]:
+    """For pickle and copy, which would look such a class up by its name and find the original."""
+    mixin, original = type(module).__bases__
+    return _empty, (mixin, original), module.__getstate__()
+
+
+def _empty(mixin: type[nn.Module], original: type[nn.Module]) -> nn.Module:
+    """A module without anything in it yet."""
+    made = _subclass(mixin, original)
+    return made.__new__(made)
 
 
 def warn_of_attention(model: nn.Module) -> None:

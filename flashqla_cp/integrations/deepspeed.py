@@ -24,6 +24,7 @@ from torch import nn
 from flashqla_cp.active import use_context
 from flashqla_cp.integrations import transformers as plugin
 from flashqla_cp.integrations.attachment import ATTENTION_WARNING, KEY, add_hook
+from flashqla_cp.integrations.refusals import need
 from flashqla_cp.integrations.transformers import disable_context_parallel
 from flashqla_cp.parallel.comm import Comm
 
@@ -48,7 +49,10 @@ def init_distributed() -> None:
 
     DeepSpeed would otherwise spend minutes compiling a shared-memory transport, and fail without a C++ compiler. The
     launcher (torchrun or deepspeed) has set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    Raises ModuleNotFoundError, with what to install, where DeepSpeed is not there.
     """
+    need("deepspeed", "deepspeed")
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
@@ -73,6 +77,7 @@ def init_sequence_parallel(size: int) -> Any:
         raise ValueError(f"size: got {size} with {world} rank(s), expected a divisor of their number")
     if size == 1:
         return None
+    need("deepspeed", "deepspeed")
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(size)
@@ -119,9 +124,9 @@ def enable_context_parallel(
         warnings.filterwarnings("ignore", ATTENTION_WARNING)  # Ulysses shards them, as checked above
         num_layers = plugin.enable_context_parallel(model, group, layout=layout, exchange=exchange, backend=backend)
     known = next(getattr(module, KEY) for module in model.modules() if hasattr(module, KEY))
-    add_hook(model, _check_groups, known.sharding, backend)
+    add_hook(model, _check_groups, known.enabling)
     for module in attention.values():
-        add_hook(module, _check_documents, known.sharding, backend)
+        add_hook(module, _check_documents, known.enabling)
     return num_layers
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flashqla_cp.integrations.refusals import agree, is_padded, refuse_padding
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.context import CPContext, build_cp_context
 from flashqla_cp.parallel.plan import ShardPlan, check_offsets, read_offsets
@@ -36,12 +36,18 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Told:
-    """What came with a batch: context; cu_seqlens [N+1]; position_ids and seq_idx [B, T]. None: not given."""
+    """What came with a batch: context; cu_seqlens [N+1]; position_ids, seq_idx and mask [B, T]. None: not given."""
 
     context: CPContext | None = None
     cu_seqlens: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     seq_idx: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+    @property
+    def source(self) -> str:
+        """Name of what decides."""
+        return "cu_seq_lens_q" if self.cu_seqlens is not None else "position_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,20 +72,20 @@ class Rows:
 def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> Documents:
     """Documents of a batch of `batch` rows of `length` tokens stored by this rank.
 
-    Communicates only in a group of several ranks without a context: then a context is made, on all ranks alike.
+    Communicates only in a group of several ranks without a context: then a context is made, and what one rank refuses
+    is raised on all. With a context a rank raises alone what it alone can see.
 
     Raises:
-        ValueError: sources that contradict each other or the batch; a group of several ranks and no source. TypeError:
-            offsets that are not integers. RuntimeError: ranks that disagree.
+        ValueError: sources that contradict each other or the batch; a group of several ranks and no source, or padding
+            there. TypeError: offsets that are not integers. RuntimeError: ranks that disagree, or that refused.
     """
-    context = told.context
-    if context is None and sharding.world_size > 1:
-        context = _make_context(sharding, batch, length, told)
+    context, comm = told.context, sharding.comm
+    if context is None and comm is not None and comm.world_size > 1:
+        agree(comm, told.source, lambda: _check_alone(sharding, batch, length, told))
+        context = made = _make_context(sharding, batch, length, told)
+        return agree(comm, told.source, lambda: _checked(made, sharding, batch, length, told))
     if context is not None:
-        _check_context(context, sharding, batch, length)
-        _check_offsets_of(context, told.cu_seqlens)
-        _check_rows(_rows_of_context(context), batch, length, told)
-        return Documents(context=context)
+        return _checked(context, sharding, batch, length, told)
     if told.cu_seqlens is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q: got offsets for a batch of {batch} rows, expected one row")
@@ -95,18 +101,51 @@ def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> D
     return Documents(cu_seqlens=None if whole_rows else torch.tensor(offsets, dtype=torch.int32))
 
 
+def _check_alone(sharding: Sharding, batch: int, length: int, told: Told) -> None:
+    """What a rank can refuse before it has heard of the others."""
+    if is_padded(told.mask):
+        refuse_padding(told.mask)
+    if told.cu_seqlens is None and told.position_ids is None:
+        raise ValueError(
+            f"boundaries: the sequence is sharded over {sharding.world_size} ranks and no document boundaries came "
+            f"with it; {PASS}"
+        )
+    if batch != 1:
+        raise ValueError(
+            f"input: got a batch of {batch} rows with the sequence sharded over {sharding.world_size} ranks, expected "
+            "one row; pack the documents into it"
+        )
+    if told.cu_seqlens is None and told.position_ids is not None:
+        _as_rows(told.position_ids, "position_ids", batch, length)
+        if sharding.layout == "zigzag_per_document":
+            raise ValueError(
+                f"position_ids: do not tell documents in layout {sharding.layout!r}; use use_context or cu_seq_lens_q"
+            )
+
+
+def _checked(context: CPContext, sharding: Sharding, batch: int, length: int, told: Told) -> Documents:
+    if sharding.world_size > 1 and is_padded(told.mask):
+        refuse_padding(told.mask)
+    if told.context is None and told.cu_seqlens is not None and length != context.local_tokens:
+        raise ValueError(
+            f"cu_seq_lens_q: offsets up to {context.plan.cu_seqlens[-1]}, of which rank {context.rank} stores "
+            f"{context.local_tokens} tokens in layout {sharding.layout!r}, for {length} tokens on this rank; expected "
+            "the offsets of the whole stream, before sharding"
+        )
+    _check_context(context, sharding, batch, length)
+    _check_offsets_of(context, told.cu_seqlens)
+    _check_rows(_rows_of_context(context), batch, length, told)
+    return Documents(context=context)
+
+
 def _make_context(sharding: Sharding, batch: int, length: int, told: Told) -> CPContext:
     assert sharding.comm is not None, "several ranks have a group"
     offsets: torch.Tensor | list[int]
     if told.cu_seqlens is not None:
         offsets = told.cu_seqlens
-    elif told.position_ids is not None:
-        offsets = _gather_offsets(sharding, _as_rows(told.position_ids, "position_ids", batch, length))
     else:
-        raise ValueError(
-            f"boundaries: the sequence is sharded over {sharding.world_size} ranks and no document boundaries came "
-            f"with it; {PASS}"
-        )
+        assert told.position_ids is not None, "one of the two was given"
+        offsets = _gather_offsets(sharding, _as_rows(told.position_ids, "position_ids", batch, length))
     return build_cp_context(
         offsets,
         sharding.comm.group,
@@ -120,8 +159,6 @@ def _gather_offsets(sharding: Sharding, positions: torch.Tensor) -> list[int]:
     """Offsets of the whole stream from every rank's position_ids [1, T]; raises alike on every rank."""
     comm, layout = sharding.comm, sharding.layout
     assert comm is not None, "several ranks have a group"
-    if layout == "zigzag_per_document":
-        raise ValueError(f"position_ids: do not tell documents in layout {layout!r}; use use_context or cu_seq_lens_q")
     local = positions.flatten().to(torch.int64)
     lengths = comm.all_gather(torch.tensor([local.numel()], device=local.device)).wait().flatten().tolist()
     padded = local.new_full((max(lengths),), -1)
@@ -251,22 +288,3 @@ def _as_rows(given: torch.Tensor, name: str, batch: int, length: int) -> torch.T
 
 def _short(values: list[int]) -> str:
     return str(values) if len(values) <= 8 else f"{values[:6]} and {len(values) - 6} more"
-
-
-def is_padded(mask: Any) -> bool:
-    """Whether a 2-D attention mask has anything but ones."""
-    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask == 1).all())
-
-
-def refuse_padding(mask: torch.Tensor | None) -> None:
-    """Raise ValueError for a mask with anything but ones."""
-    if mask is None:
-        return
-    if mask.ndim != 2:
-        raise ValueError(f"attention_mask: got shape {list(mask.shape)}, expected None or ones of shape [B, T]")
-    if is_padded(mask):
-        what = "zeros (padding)" if bool((mask == 0).any()) else "values other than 1"
-        raise ValueError(
-            f"attention_mask: got {what}, expected ones; pack the documents into one row without padding and tell "
-            "their boundaries"
-        )

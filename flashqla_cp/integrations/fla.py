@@ -20,6 +20,7 @@ import torch
 from flashqla_cp.checks import check_conv_inputs, check_op_inputs
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.integrations.fla_contexts import translate_context
+from flashqla_cp.integrations.refusals import need
 from flashqla_cp.kernels.backend import BACKENDS, ConvSizes, explain
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.context import CPContext
@@ -59,6 +60,7 @@ def register_fla_backend(*, exchange: str = "auto", backend: str = "auto") -> No
     check_exchange_name(exchange)
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {BACKENDS}")
+    need("fla.backends", "fla")
     _hook_op()
     _hook_conv()
     _registered = _Settings(exchange=exchange, backend=backend)

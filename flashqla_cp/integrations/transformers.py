@@ -13,6 +13,8 @@ heads, HV value heads, K head_k_dim, V head_v_dim.
 from __future__ import annotations
 
 import logging
+import warnings
+from collections import Counter
 from contextvars import ContextVar
 from functools import cache
 from typing import Any
@@ -26,8 +28,8 @@ from flashqla_cp.active import active_context, in_backward, use_context
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.integrations.attachment import (
     Attachment,
+    Enabling,
     add_hook,
-    check_unwrapped,
     is_changed,
     modules_above,
     passes_on,
@@ -35,7 +37,9 @@ from flashqla_cp.integrations.attachment import (
     swap_class,
     warn_of_attention,
 )
-from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents, is_padded, refuse_padding
+from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents
+from flashqla_cp.integrations.gdn_layers import find_layers
+from flashqla_cp.integrations.refusals import is_padded, refuse_padding
 from flashqla_cp.layer import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
@@ -45,9 +49,6 @@ __all__ = ["disable_context_parallel", "enable_context_parallel", "use_context"]
 
 ARGUMENT = "cp_documents"
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
-PROJECTIONS = ({"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
-CHILDREN = {"conv1d", "norm", "out_proj"}
-SIZES = "num_k_heads num_v_heads head_k_dim head_v_dim key_dim value_dim conv_kernel_size activation".split()
 CACHES = ("cache", "cache_params", "past_key_values", "past_key_value")
 
 _documents: ContextVar[Documents | None] = ContextVar("flashqla_cp_documents", default=None)
@@ -89,33 +90,42 @@ def enable_context_parallel(
     """
     _check_options(layout, exchange, backend)
     comm = None if group is None else Comm(group)
-    layers = _find_layers(model)
+    layers = find_layers(model)
+    width: int = max(layer.conv_kernel_size for layer in layers.values())  # type: ignore[type-var, assignment]
+    sharding = Sharding(comm=comm, layout=layout, exchange=exchange, conv_width=width)
+    enabling = Enabling(sharding=sharding, backend=backend, num_layers=len(layers))
     for name, layer in layers.items():
-        width: int = layer.conv_kernel_size  # type: ignore[assignment]
-        sharding = Sharding(comm=comm, layout=layout, exchange=exchange, conv_width=width)
         above = modules_above(model, name)
-        swap_class(layer, _Layer, sharding, backend)
+        swap_class(layer, _Layer, enabling)
         if above and passes_on(above[0], "hidden_states") and not is_changed(above[0]):
-            swap_class(above[0], _Decoder, sharding, backend)
+            swap_class(above[0], _Decoder, enabling)
         if above[1:] and passes_on(above[1], "input_ids", "inputs_embeds") and not is_changed(above[1]):
-            add_hook(above[1], _bind_batch, sharding, backend)
+            add_hook(above[1], _bind_batch, enabling)
     if comm is not None and comm.world_size > 1:
         warn_of_attention(model)
     return len(layers)
 
 
 def disable_context_parallel(model: nn.Module) -> int:
-    """Give every layer its own forward back; returns the number of layers changed.
+    """Give every layer its own forward back; returns the number of layers changed. Warns where others of the layers
+    that were enabled together stay enabled.
 
     Raises:
         ValueError: no layer is enabled, or the model was wrapped by fully_shard since.
     """
     changed = [module for module in model.modules() if is_changed(module)]
-    num_layers = sum(isinstance(module, _Layer) for module in changed)
-    if not num_layers:
+    enablings = Counter(module.flashqla_cp.enabling for module in changed if isinstance(module, _Layer))
+    if not enablings:
         raise ValueError("model: no layer is enabled; expected a model changed by enable_context_parallel")
     restore(changed)
-    return num_layers
+    for enabling, restored in enablings.items():
+        if restored != enabling.num_layers:
+            warnings.warn(
+                f"model: holds {restored} of the {enabling.num_layers} layers that were enabled together, the others "
+                "stay enabled; pass the module that was enabled to restore all of them",
+                stacklevel=2,
+            )
+    return enablings.total()
 
 
 class _Decoder(nn.Module):
@@ -217,8 +227,10 @@ def _bind_batch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     inputs = [told.get(name) for name in ("hidden_states", "inputs_embeds", "input_ids")]
     rows = next((x for x in inputs if x is not None), None)
     decodes = _cache_of(told) is not None and not _trains(module)
-    # Padded rows, whose positions mean little, end in the layer: refused, or left to transformers with a cache.
-    if ARGUMENT not in kwargs and rows is not None and not decodes and not is_padded(told.get("attention_mask")):
+    # On one device padded rows, whose positions mean little, end in the layer: refused, or left to transformers with a
+    # cache. Of several ranks each looks for the documents, since all must hear of what one of them refuses.
+    ignored = decodes or (module.flashqla_cp.sharding.world_size == 1 and is_padded(told.get("attention_mask")))
+    if ARGUMENT not in kwargs and rows is not None and not ignored:
         kwargs = kwargs | {ARGUMENT: _find(module, told, rows)}
     kwargs.pop("cp_context", None)
     return args, kwargs
@@ -238,6 +250,7 @@ def _find(module: Any, told: dict[str, Any], rows: torch.Tensor) -> Documents:
         cu_seqlens=told.get("cu_seq_lens_q"),
         position_ids=positions,
         seq_idx=told.get("seq_idx"),
+        mask=told.get("attention_mask"),
     )
     return find_documents(module.flashqla_cp.sharding, rows.shape[0], rows.shape[1], sources)
 
@@ -267,29 +280,6 @@ def _check_options(layout: str, exchange: str, backend: str) -> None:
     check_exchange_name(exchange)
     if backend not in BACKENDS:
         raise ValueError(f"backend: got {backend!r}, expected one of {BACKENDS}")
-
-
-def _find_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers to change, by name; raises ValueError unless each can be changed and does what we know."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        check_unwrapped(name, module)
-        children = set(module._modules)
-        fits = children >= CHILDREN and any(projections <= children for projections in PROJECTIONS)
-        if fits and all(hasattr(module, size) for size in SIZES):
-            found[name] = module
-        elif any("GatedDeltaNet" in cls.__name__ for cls in type(module).__mro__):
-            raise ValueError(
-                f"model: {name or 'it'} is a {type(module).__name__}, whose attributes are not those known"
-            )
-    if not found:
-        raise ValueError("model: has no Gated DeltaNet layer, expected one like those of Qwen3-Next or Qwen3.5")
-    for name, layer in found.items():
-        if is_changed(layer):
-            raise ValueError(f"model: {name or 'it'} is enabled already; call disable_context_parallel first")
-        if layer.activation not in ("silu", "swish"):
-            raise ValueError(f"model: {name or 'it'} has activation {layer.activation!r}, expected 'silu'")
-    return found
 
 
 @cache

@@ -215,4 +215,7 @@ EXCHANGES: tuple[Case, ...] = _exchange_cases()
 # ones, grouped values, heads that hardly decay among others that do, and states in and out.
 VERIFY = Case(id="verify", cu_seqlens=(0, 60, 380, 400), num_heads=2, num_v_heads=4, head_k_dim=16, states=True)
 
-BY_ID: dict[str, Case] = {case.id: case for case in (VERIFY, *STREAMS, *OPTIONS)}
+# The same with a head size that there are kernels for.
+KERNELS = replace(VERIFY, id="kernels", head_k_dim=64, head_v_dim=64)
+
+BY_ID: dict[str, Case] = {case.id: case for case in (VERIFY, KERNELS, *STREAMS, *OPTIONS)}

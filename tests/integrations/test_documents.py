@@ -104,7 +104,12 @@ def try_sources(rank: int) -> dict[str, str]:
         ("other layout", "contiguous", Told(position_ids=mine["zigzag"]), "is the batch sharded in another layout?"),
         ("other layout", "zigzag_per_document", Told(position_ids=mine["zigzag"]), "do not tell documents in layout"),
         ("uneven", "contiguous", Told(position_ids=torch.arange(6 + 2 * rank)[None] + 1), "gives them [7, 7]"),
-        ("offsets of one rank", "contiguous", Told(cu_seqlens=torch.tensor([0, 7])), "stores one row of"),
+        (
+            "offsets of one rank",
+            "contiguous",
+            Told(cu_seqlens=torch.tensor([0, 7])),
+            f"cu_seq_lens_q: offsets up to 7, of which rank {rank} stores {3 + rank} tokens",
+        ),
         (
             "other group",
             "contiguous",
@@ -124,4 +129,50 @@ def try_sources(rank: int) -> dict[str, str]:
         except (ValueError, RuntimeError) as error:
             found, matches = str(error), bool(text) and text in str(error)
         wrong[f"{name}, {layout}"] = "" if matches else found
+    return wrong
+
+
+def test_what_one_rank_refuses_is_raised_on_all() -> None:
+    """Also by the rank that itself sees nothing wrong; it would else wait for the other one until that exits."""
+    for texts in run_ranks(try_faults_of_one_rank, 2):
+        assert {name: text for name, text in texts.items() if text} == {}
+
+
+def try_faults_of_one_rank(rank: int) -> dict[str, str]:
+    """What differs from the expected error, for faults that rank 1 alone can see."""
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    offsets = torch.tensor([0, LENGTHS[0], sum(LENGTHS)])
+    mine = flashqla_cp.build_cp_context(offsets, None).shard(positions)
+    spoiled, mask = mine.clone(), torch.ones_like(mine)
+    spoiled[0, 3], mask[0, -2:] = 0, 0
+    both, other = {"cu_seqlens": offsets, "position_ids": mine}, {"cu_seqlens": offsets, "position_ids": spoiled}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+        "padding, positions": (
+            {"position_ids": mine},
+            {"position_ids": mine, "mask": mask},
+            "attention_mask: got zeros",
+        ),
+        "padding, offsets": (both, both | {"mask": mask}, "attention_mask: got zeros"),
+        "contradiction": (both, other, "position_ids: 0 at row 3 of this rank"),
+        "shape": ({"position_ids": mine}, {"position_ids": mine[:, :5]}, "position_ids: got shape [1, 5]"),
+        "another source": (both, {"position_ids": mine}, "planned something else"),
+        "nothing": ({"position_ids": mine}, {}, "no document boundaries came with it"),
+    }
+    wrong = {}
+    for name, (first, second, text) in cases.items():
+        sharding = Sharding(comm=Comm(None), layout="contiguous", exchange="auto", conv_width=4)
+        kind = RuntimeError if rank == 0 or name == "another source" else ValueError
+        try:
+            find_documents(sharding, 1, 7, Told(**(second if rank else first)))
+            wrong[name] = "no error"
+        except (ValueError, RuntimeError) as error:
+            quoted = rank == 1 or name == "another source" or "rank 1 of the context-parallel group" in str(error)
+            wrong[name] = "" if type(error) is kind and text in str(error) and quoted else repr(error)
+    for batch, length in ((2, 7), (2, 14)):
+        try:
+            find_documents(sharding, batch, length, Told(position_ids=positions[:, :length].expand(batch, -1)))
+            wrong["batch"] = "no error"
+        except ValueError as error:
+            if f"input: got a batch of {batch} rows" not in str(error):
+                wrong["batch"] = repr(error)
     return wrong

@@ -299,7 +299,7 @@ def test_order_of_wrapping(how: str, one_rank: Any) -> None:
         elif how == "fully_shard":
             fully_shard(decoder, mesh=init_device_mesh("cpu", (1,)))
         else:
-            decoder.linear_attn.forward = decoder.linear_attn.forward
+            decoder.linear_attn.forward, decoder.linear_attn._hf_hook = decoder.linear_attn.forward, None
 
     model = make_model("qwen3_next")
     wrap(model)
@@ -317,3 +317,60 @@ def test_two_contexts(one_rank: Any) -> None:
     outer, inner = (flashqla_cp.build_cp_context([0, n], one_rank) for n in (4, 5))
     with use_context(outer), pytest.raises(ValueError, match=r"cp_context: got .* inside use_context of"):
         enabled()(input_ids=torch.zeros(1, 5, dtype=torch.int64), cp_context=inner)
+
+
+def test_an_enabled_model_is_saved_as_it_is(tmp_path: Any) -> None:
+    model, ids = enabled(layers=HYBRID), make_batch()["input_ids"]
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
+    assert disable_context_parallel(loaded) == 2
+    classes = [type(m) for m in make_model("qwen3_next", HYBRID).modules()]
+    assert [type(m) for m in loaded.modules()] == classes and not any(m._forward_pre_hooks for m in loaded.modules())
+
+
+def test_a_group_cannot_be_saved(one_rank: Any, tmp_path: Any) -> None:
+    model = make_model("qwen3_next")
+    enable_context_parallel(model, one_rank)
+    with pytest.raises(TypeError, match=r"group: .* cannot be saved .*save model.state_dict\(\), or call disable_"):
+        torch.save(model, tmp_path / "model.pt")
+    assert copy.deepcopy(model).model.layers[0].flashqla_cp.sharding.comm is not None
+    disable_context_parallel(model)
+    torch.save(model, tmp_path / "model.pt")
+
+
+def test_a_part_that_is_disabled_alone_is_warned_of() -> None:
+    model = enabled()
+    with pytest.warns(UserWarning, match="holds 1 of the 2 layers that were enabled together, the others stay enabled"):
+        assert disable_context_parallel(model.model.layers[0]) == 1
+    for part in model.model.layers[0], make_model("qwen3_next"):
+        enable_context_parallel(part, None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copied = copy.deepcopy(part)
+        assert disable_context_parallel(part) == disable_context_parallel(copied) == 2
+
+
+@pytest.mark.parametrize(
+    ("attribute", "text"), [("_hf_hook", "an accelerate hook"), ("", "a replacement of its forward")]
+)
+def test_who_replaced_a_forward_is_named(attribute: str, text: str) -> None:
+    model = make_model("qwen3_next")
+    layer = model.model.layers[1].linear_attn
+    layer.forward = layer.forward
+    if attribute:
+        setattr(layer, attribute, object())
+    with pytest.raises(ValueError, match=rf"layers\.1\.linear_attn has been through {text}; enable"):
+        enable_context_parallel(model, None)
+
+
+def test_kernelize_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the kernels package of Hugging Face replaces has a class with the name of a kernel's layer."""
+    model = make_model("qwen3_next")
+    norm = model.model.layers[0].input_layernorm
+    monkeypatch.setattr(type(norm), "kernel_layer_name", "RMSNorm", raising=False)
+    norm.forward = norm.forward
+    with pytest.raises(ValueError, match=r"input_layernorm has been through kernelize \(use_kernels=True\); enable"):
+        enable_context_parallel(model, None)

@@ -220,9 +220,9 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return ctx.context.shard(gradient), None
+        total = gradient.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return ctx.context.shard(total).to(gradient.dtype), None
 
 
 def gathered_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def gathered_attention(module: Any, query: Any, key: Any, value: Any, attention_
     whole = [GatherRows.apply(x.transpose(1, 2), context).transpose(1, 2) for x in (query, key, value)]
     offsets = torch.tensor(context.plan.cu_seqlens)
     document = torch.arange(len(offsets) - 1).repeat_interleave(offsets.diff())
-    inside = (document[:, None] == document).tril()
+    inside = (document[:, None] == document).tril().to(query.device)
     output = F.scaled_dot_product_attention(*whole, attn_mask=inside, scale=kwargs["scaling"], enable_gqa=True)
     return context.shard(output.transpose(1, 2)), None
 

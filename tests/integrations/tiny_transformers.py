@@ -56,13 +56,18 @@ def families() -> list[str]:
     return list(CLASSES) if major >= 5 else ["qwen3_next"]
 
 
-def make_model(family: str, layer_types: tuple[str, ...] = LINEAR, attention: str = "sdpa") -> Any:
-    """A model in training mode whose even heads hardly forget: a state that is lost at a cut shows."""
+def make_model(
+    family: str, layer_types: tuple[str, ...] = LINEAR, attention: str = "sdpa", std: float = 0.15, **sizes: Any
+) -> Any:
+    """A model in training mode whose even heads hardly forget: a state that is lost at a cut shows.
+
+    std: of the weights, which matter, unlike the 0.02 of a fresh model. sizes: of the configuration, instead of WIDTHS.
+    """
     import transformers
 
     config_name, model_name, extra = CLASSES[family]
     config = getattr(transformers, config_name)(
-        **WIDTHS, **extra, num_hidden_layers=len(layer_types), layer_types=list(layer_types)
+        **(WIDTHS | extra | sizes), num_hidden_layers=len(layer_types), layer_types=list(layer_types)
     )
     config._attn_implementation = attention
     torch.manual_seed(0)
@@ -76,7 +81,7 @@ def make_model(family: str, layer_types: tuple[str, ...] = LINEAR, attention: st
             elif name.endswith("conv1d.weight"):
                 parameter.uniform_(-0.5, 0.5)
             elif parameter.ndim >= 2:
-                parameter.normal_(std=0.15)  # layers that matter, unlike the 0.02 of a fresh model
+                parameter.normal_(std=std)
     return model
 
 

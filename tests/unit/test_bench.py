@@ -158,7 +158,7 @@ def test_only_what_was_asked_for_is_inside_the_timed_call(direction: str, forwar
 
     contender = bench_contenders.Contender(name="x", middle=False, call=Counted.apply, check=None)
     draw = bench_draws.Draw.of(workload(), 0, direction, CPU)
-    call = bench_draws._preparation(contender, draw, direction)()
+    call = bench_draws.preparation(contender, draw, direction)()
     for _ in range(5):
         assert [x.shape for x in call()] == [x.shape for x in draw.tensors]
     assert counts == {"forward": forwards, "backward": backwards}

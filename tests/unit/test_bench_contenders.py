@@ -120,7 +120,7 @@ def test_local_copies_have_the_sizes_of_what_they_stand_for() -> None:
 def test_packed_documents_reach_every_op() -> None:
     work = workload(documents=3)
     tensors = work.draw(0, CPU)
-    peers = {"peer": Peer(op=chunk_gated_delta_rule, middle_context=lambda *_: None)}
+    peers = {"peer": Peer(op=chunk_gated_delta_rule, middle_context=lambda *_: None, rank_context=lambda *_: None)}
     ours, theirs = contenders(work, None, "torch", peers, CPU)
     assert (ours.name, theirs.name) == ("flashqla_cp", "peer")
     for contender in (ours, theirs):

@@ -10,7 +10,7 @@ import torch
 
 from flashqla_cp.cli import verify
 from flashqla_cp.cli.main import build_parser, main
-from flashqla_cp.testing.cases import BY_ID
+from flashqla_cp.testing.cases import BY_ID, STRATEGIES, VERIFY
 from flashqla_cp.testing.parity import Score
 
 
@@ -36,12 +36,29 @@ def test_an_error_is_named_and_is_exit_code_1(
         ("op", "one rank"): [Score(name="o", whole=1e-16, behind_cuts=(1e-16, 1e-3))],
         ("op", "oracle"): [Score(name="dg", whole=float("inf"), behind_cuts=(0.0, 0.0))],
     }
-    report = verify.Report(context="CPContext(...)", cuts=(10, 20), scores=scores)
-    monkeypatch.setattr(verify, "run_ranks", lambda *args, **kwargs: [report, report])
+    report = verify.Report(case=VERIFY, context="CPContext(...)", cuts=(10, 20), scores=scores)
+    monkeypatch.setattr(verify, "run_ranks", lambda *args, **kwargs: [[report], [report]])
     assert main(["verify"]) == 1
     text = capsys.readouterr().out
     assert "too large: op o against one rank; op dg against the oracle" in text
     assert "within its bar" not in text
+    assert main(["verify", "--all"]) == 1
+    row, _, closing = capsys.readouterr().out.splitlines()[-3:]
+    assert row.split() == "contiguous auto inf too large: op o against one rank; op dg against the oracle".split()
+    assert closing == "1 of 1 have errors that are too large"
+
+
+def test_every_layout_with_every_exchange(capsys: pytest.CaptureFixture[str]) -> None:
+    cases = verify._chosen_cases(build_parser("verify").parse_args(["verify", "--all"]))
+    ways = {(case.custom or case.layout, case.exchange) for case in cases}
+    assert len(ways) == len(cases) == len(verify.LAYOUTS) * len(STRATEGIES) and {way[1] for way in ways} == {
+        *STRATEGIES
+    }
+    options = ["--all", "--exchange", "sharded"]
+    assert main(["verify", "--nproc", "2", "--backend", "gloo", *options]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:-2]]
+    assert [row[:2] for row in rows] == [[layout, "sharded"] for layout in verify.LAYOUTS]
+    assert all(0 < float(error) < 1e-10 for row in rows for error in row[2:]) and len(rows[0]) == 5
 
 
 @pytest.mark.parametrize(
@@ -84,9 +101,9 @@ def test_names_of_cases(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_case_keeps_its_own_layout() -> None:
     parser = build_parser("verify")
-    case = verify._chosen_case(parser.parse_args(["verify", "--case", "interleaved_one_document"]))
+    (case,) = verify._chosen_cases(parser.parse_args(["verify", "--case", "interleaved_one_document"]))
     assert (case.layout, case.custom) == ("custom", "interleaved")
-    case = verify._chosen_case(parser.parse_args(["verify", "--case", "zigzag_padded", "--layout", "backwards"]))
+    (case,) = verify._chosen_cases(parser.parse_args(["verify", "--case", "zigzag_padded", "--layout", "backwards"]))
     assert (case.layout, case.custom, case.num_tokens) == ("custom", "backwards", 203)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.integrations.megatron.batches import PACKED_LAYOUTS, find_documents
+from flashqla_cp.integrations.refusals import need
 from flashqla_cp.layer import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.exchange.choose import check_exchange_name
@@ -37,6 +38,7 @@ def check_options(exchange: str, backend: str, packed_layout: str) -> None:
 @functools.cache
 def layer_class() -> type[nn.Module]:
     """The class CPGatedDeltaNet, made when Megatron is there. Raises ImportError without it."""
+    need("megatron.core", "megatron")
     from megatron.core.ssm.gated_delta_net import GatedDeltaNet
 
     home = __name__.rpartition(".")[0]

@@ -8,6 +8,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from flashqla_cp.integrations.megatron.layer import CPLayer, check_options, layer_class
+from flashqla_cp.integrations.refusals import need
 
 
 def with_context_parallel_gdn(
@@ -28,6 +29,7 @@ def with_context_parallel_gdn(
     """
     options = {"exchange": exchange, "backend": backend, "packed_layout": packed_layout}
     check_options(**options)
+    need("megatron.core", "megatron")
     copies: dict[int, Any] = {}
     copied = _copy(spec, copies)
     found = [node for node in copies.values() if _is_layer(node)]
@@ -41,6 +43,7 @@ def with_context_parallel_gdn(
 
 def make_hybrid_stack_spec() -> Any:
     """Megatron's spec of hybrid stacks with our layer. Raises ImportError before release 0.18, which has none."""
+    need("megatron.core", "megatron")
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 
     return with_context_parallel_gdn(hybrid_stack_spec)

@@ -1,0 +1,34 @@
+"""Which modules of a transformers model are Gated DeltaNet layers that we know, told by their attributes."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from flashqla_cp.integrations.attachment import check_unwrapped, is_changed
+
+PROJECTIONS = ({"in_proj_qkvz", "in_proj_ba"}, {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"})
+CHILDREN = {"conv1d", "norm", "out_proj"}
+SIZES = "num_k_heads num_v_heads head_k_dim head_v_dim key_dim value_dim conv_kernel_size activation".split()
+
+
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers to change, by name; raises ValueError unless each can be changed and does what we know."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        check_unwrapped(name, module)
+        children = set(module._modules)
+        fits = children >= CHILDREN and any(projections <= children for projections in PROJECTIONS)
+        if fits and all(hasattr(module, size) for size in SIZES):
+            found[name] = module
+        elif any("GatedDeltaNet" in cls.__name__ for cls in type(module).__mro__):
+            raise ValueError(
+                f"model: {name or 'it'} is a {type(module).__name__}, whose attributes are not those known"
+            )
+    if not found:
+        raise ValueError("model: has no Gated DeltaNet layer, expected one like those of Qwen3-Next or Qwen3.5")
+    for name, layer in found.items():
+        if is_changed(layer):
+            raise ValueError(f"model: {name or 'it'} is enabled already; call disable_context_parallel first")
+        if layer.activation not in ("silu", "swish"):
+            raise ValueError(f"model: {name or 'it'} has activation {layer.activation!r}, expected 'silu'")
+    return found

@@ -1,0 +1,60 @@
+"""What plugins refuse, and how they do so on all ranks alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+import torch
+
+from flashqla_cp.parallel.comm import Comm
+from flashqla_cp.parallel.plan_check import check_plans
+
+Found = TypeVar("Found")
+
+
+def agree(comm: Comm, source: str, check: Callable[[], Found]) -> Found:
+    """Call check() on every rank of a group and return what it returns here; one small collective.
+
+    Where it raises on a rank, that error is raised there, and a RuntimeError that quotes it on the others, which would
+    else wait for that rank until it exits. source: what the check is about, the same on every rank.
+    """
+    found, error = None, None
+    try:
+        found = check()
+    except Exception as caught:  # whatever it is: the other ranks are waiting to be told
+        error = caught
+    check_plans(comm, source.encode(), error)
+    return found  # type: ignore[return-value]
+
+
+def is_padded(mask: Any) -> bool:
+    """Whether a 2-D attention mask has anything but ones."""
+    return isinstance(mask, torch.Tensor) and mask.ndim == 2 and not bool((mask == 1).all())
+
+
+def refuse_padding(mask: torch.Tensor | None) -> None:
+    """Raise ValueError for a mask with anything but ones."""
+    if mask is None:
+        return
+    if mask.ndim != 2:
+        raise ValueError(f"attention_mask: got shape {list(mask.shape)}, expected None or ones of shape [B, T]")
+    if is_padded(mask):
+        what = "zeros (padding)" if bool((mask == 0).any()) else "values other than 1"
+        raise ValueError(
+            f"attention_mask: got {what}, expected ones; pack the documents into one row without padding and tell "
+            "their boundaries"
+        )
+
+
+def need(framework: str, extra: str) -> None:
+    """Raise ModuleNotFoundError, with what to install, unless the framework can be found."""
+    try:
+        there = find_spec(framework) is not None
+    except ModuleNotFoundError:  # the package that it is part of
+        there = False
+    if not there:
+        raise ModuleNotFoundError(
+            f"{framework} is not installed, which this plugin needs: pip install 'flashqla-cp[{extra}]'", name=framework
+        )
