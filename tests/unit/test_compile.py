@@ -209,7 +209,9 @@ def test_the_rules_of_operators() -> None:
         torch.ops.flashqla_cp.gated_delta_rule.default, (*x.values(), *extra, torch.tensor(OFFSETS), None, *options)
     )
     conv = [torch.randn(*shape, requires_grad=True) for shape in ((1, TOKENS, 6), (6, 4), (6,))]
-    torch.library.opcheck(torch.ops.flashqla_cp.causal_conv1d.default, (*conv, torch.tensor(OFFSETS), None, True))
+    torch.library.opcheck(
+        torch.ops.flashqla_cp.causal_conv1d.default, (*conv, torch.tensor(OFFSETS), None, True, "torch", True)
+    )
 
 
 def test_what_is_refused() -> None:
