@@ -34,8 +34,9 @@ install_release() { # install_release RELEASE, into $VENV
     # torch is named wherever something could replace it.
     "${pip[@]}" "${INDEX[@]}" "$TORCH_SPEC" -e . 'pytest>=8' packaging || return 1
     case "$1" in
-        # Megatron's newer releases ask for Python 3.12 but bring wheels for 3.11; from 0.18 on they import triton.
-        megatron-core*) "${pip[@]}" --ignore-requires-python --no-deps --only-binary :all: "$1" triton ;;
+        # Megatron's newer releases ask for Python 3.12 but bring wheels for 3.11; from 0.18 on they import triton, and
+        # all need psutil to write a checkpoint.
+        megatron-core*) "${pip[@]}" --ignore-requires-python --no-deps --only-binary :all: "$1" triton psutil ;;
         *) "${pip[@]}" "${INDEX[@]}" "$TORCH_SPEC" "$1" ;;
     esac
 }

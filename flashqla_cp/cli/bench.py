@@ -197,7 +197,7 @@ def _case(
         )
         results.append(result)
     for result in results:
-        result["ratios"], result["over_alone"] = _comparisons(result, results)
+        result["ratios"], result["over_alone"] = bench_report.comparisons(result, results)
     return {
         "direction": direction,
         "tokens": work.tokens,
@@ -208,26 +208,6 @@ def _case(
         "operations": operations,
         "results": results,
     }
-
-
-def _comparisons(
-    mine: dict[str, Any], results: list[dict[str, Any]]
-) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
-    """For this library's results, how many times as long each other op takes; for a middle rank's, how many times as
-    long it takes as the same op takes for the same tokens without ranks. Each "eager" and, if there, "graph"."""
-
-    def over(upper: dict[str, Any], lower: dict[str, Any]) -> dict[str, float]:
-        pairs = {way: (upper[f"{way}_ms"], lower[f"{way}_ms"]) for way in ("eager", "graph")}
-        return {way: above / below for way, (above, below) in pairs.items() if above is not None and below is not None}
-
-    ratios, over_alone = {}, {}
-    for other in results:
-        if other["name"] == mine["name"]:
-            if mine["middle_rank"] and not other["middle_rank"]:
-                over_alone = over(mine, other)
-        elif mine["name"] == OURS and other["middle_rank"] == mine["middle_rank"] and over(other, mine):
-            ratios[other["name"]] = over(other, mine)
-    return ratios, over_alone
 
 
 def _read_options(args: argparse.Namespace) -> tuple[Request, list[str]]:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from flashqla_cp import __version__
+from flashqla_cp.cli.bench_contenders import OURS
 from flashqla_cp.testing.workload import REGIMES
 
 DISTRIBUTIONS = ("tilelang", "triton", "flash-qla", "flash-linear-attention", "fla-core")
@@ -82,6 +83,26 @@ def commit() -> str | None:
             return None
         said.append(ran.stdout.strip())
     return said[0] + ("+" if said[1] else "")
+
+
+def comparisons(
+    mine: dict[str, Any], results: list[dict[str, Any]]
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """For this library's results, how many times as long each other op takes; for a middle rank's, how many times as
+    long it takes as the same op takes for the same tokens without ranks. Each "eager" and, if there, "graph"."""
+
+    def over(upper: dict[str, Any], lower: dict[str, Any]) -> dict[str, float]:
+        pairs = {way: (upper[f"{way}_ms"], lower[f"{way}_ms"]) for way in ("eager", "graph")}
+        return {way: above / below for way, (above, below) in pairs.items() if above is not None and below is not None}
+
+    ratios, over_alone = {}, {}
+    for other in results:
+        if other["name"] == mine["name"]:
+            if mine["middle_rank"] and not other["middle_rank"]:
+                over_alone = over(mine, other)
+        elif mine["name"] == OURS and other["middle_rank"] == mine["middle_rank"] and over(other, mine):
+            ratios[other["name"]] = over(other, mine)
+    return ratios, over_alone
 
 
 def format_head(report: Report) -> str:

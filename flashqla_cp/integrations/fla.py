@@ -240,11 +240,9 @@ def _run_sharded_conv(
 
 
 def _why_not_conv(x: Any, weight: Any, residual: Any, activation: Any, states: bool, context: Any) -> str | None:
-    reason = "this library is not registered" if _registered is None else None
-    if reason is None and (weight is None or residual is not None):
-        reason = "no weight" if weight is None else "a residual is not supported here"
-    if reason is None and states:
-        reason = "states in or out are not supported here"
+    reasons = {"this library is not registered": _registered is None, "no weight": weight is None}
+    reasons |= {"a residual is not supported here": residual is not None, "states are not supported here": states}
+    reason = next((text for text, holds in reasons.items() if holds), None)
     if reason is None:
         try:
             check_conv_inputs(x, weight, activation, None)

@@ -105,11 +105,16 @@ def build_causal_conv(spec: KernelSpec):
                 for step in T.serial(RUN // AHEAD):
                     token = T.alloc_var(i32, init=first + step * AHEAD)
                     steady = T.alloc_var(i32, init=1)
-                    for r in T.unroll(AHEAD):
-                        place[r] = NOWHERE
-                        if token + r < tokens:
-                            window.load_row(x, token + r, group, read, r)
+                    if token + AHEAD <= tokens:
+                        for r in T.unroll(AHEAD):
                             place[r] = places[token + r]
+                            window.load_row(x, token + r, group, read, r)
+                    else:
+                        for r in T.unroll(AHEAD):
+                            place[r] = NOWHERE
+                            if token + r < tokens:
+                                place[r] = places[token + r]
+                                window.load_row(x, token + r, group, read, r)
                     for r in T.unroll(AHEAD):
                         if window.position_of(place[r]) != W - 1:
                             steady = 0

@@ -132,12 +132,18 @@ def build_causal_conv_grad(spec: KernelSpec):
                     steady = T.alloc_var(i32, init=1)
                     if walked < W - 1 or walked + AHEAD > RUN:
                         steady = 0
-                    for r in T.unroll(AHEAD):
-                        place[r] = NOWHERE
-                        if token + r < tokens:
+                    if token + AHEAD <= tokens:
+                        for r in T.unroll(AHEAD):
+                            place[r] = places[token + r]
                             window.load_row(x, token + r, group, read, r)
                             window.load_row(dy, token + r, group, grad, r)
-                            place[r] = places[token + r]
+                    else:
+                        for r in T.unroll(AHEAD):
+                            place[r] = NOWHERE
+                            if token + r < tokens:
+                                place[r] = places[token + r]
+                                window.load_row(x, token + r, group, read, r)
+                                window.load_row(dy, token + r, group, grad, r)
                     for r in T.unroll(AHEAD):
                         if window.position_of(place[r]) != W - 1:
                             steady = 0

@@ -134,16 +134,28 @@ def test_nothing_to_do():
         assert all(torch.all(x == 0) for x in found.values())
 
 
+def ahead_of(arch):
+    """What warm-up compiles for the convolution."""
+    choices = {"dtype": ["bfloat16"], "head_dim": [], "ratio": [], "conv_width": [4]}
+    return [spec for spec in rows(arch_by_name(arch), choices) if "conv" in spec.stage]
+
+
 @pytest.mark.parametrize("arch", ARCHES)
 def test_warm_up_lists_what_runs(arch):
-    """Every kernel of the tests above that a model meets is compiled ahead."""
-    choices = {"dtype": ["bfloat16"], "head_dim": [], "ratio": [], "conv_width": [4]}
-    ahead = set(rows(arch_by_name(arch), choices))
     given, dy = Conv(channels=16).draw()
     with emulation(arch, plain=dict.fromkeys(("conv_places", "causal_conv", "causal_conv_grad"), fill)) as launched:
         Conv(channels=16).run(given, dy)
-    assert len(launched) == 3 and {spec for spec, _ in launched} <= ahead
+    assert len(launched) == 3 and {spec for spec, _ in launched} <= set(ahead_of(arch))
 
 
 def fill(spec, *arguments):
     arguments[-1].zero_()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHES)
+def test_no_kernel_spills(arch):
+    specs = ahead_of(arch)
+    assert {"conv_places", "causal_conv", "causal_conv_grad", "conv_halo_grad"} == {spec.stage for spec in specs}
+    for spec in specs:
+        assert all_faults(build(spec)) == [], spec.label()

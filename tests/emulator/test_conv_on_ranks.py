@@ -13,7 +13,7 @@ from flashqla_cp.testing.metrics import worst_after_cuts
 from flashqla_cp.testing.spawn import run_ranks
 
 
-def _sharded(rank, case, layout):
+def _sharded(rank, case, layout, arch):
     """Results for the whole stream, those of parameters for this rank's part; the stages that ran; where cuts are."""
     torch.set_num_threads(1)
     options = {"token_ranges": layout, "layout": "custom"} if isinstance(layout, list) else {"layout": layout}
@@ -21,15 +21,15 @@ def _sharded(rank, case, layout):
         torch.tensor(case.offsets), dist.group.WORLD, case.width, num_tokens=case.tokens, **options
     )
     (x, *parameters), dy = case.draw()
-    with emulation("sm_90a", races=False) as launched:
+    with emulation(arch, races=False) as launched:
         found = case.run([context.shard(x), *parameters], context.shard(dy), cp_context=context)
     whole = {name: context.unshard(found[name]) for name in ("y", "x")}
     cuts = [start for owned in context.plan.ranges for start, _ in owned]
     return found | whole, [spec.stage for spec, _ in launched], cuts
 
 
-def check(ranks, layout, case):
-    results = run_ranks(_sharded, ranks, case, layout, timeout=600.0)
+def check(ranks, layout, case, arch="sm_90a"):
+    results = run_ranks(_sharded, ranks, case, layout, arch, timeout=600.0)
     found, _, cuts = results[0]
     for name in ("weight", "bias"):
         found[name] = sum(result[0][name].double() for result in results)
@@ -46,6 +46,7 @@ def check(ranks, layout, case):
 WIDE = {"channels": 16, "wide": F32}
 CASES = {
     "contiguous": (3, "contiguous", Conv(**WIDE)),
+    "contiguous_sm_100": (2, "contiguous", Conv(**WIDE), "sm_100a"),
     "zigzag": (3, "zigzag", Conv(**WIDE, offsets=(0, 5, 40, 41, 130), tokens=130)),
     "zigzag_per_document": (2, "zigzag_per_document", Conv(**WIDE, offsets=(0, 9, 9, 90), tokens=90)),
     "shards_shorter_than_the_taps": (4, "contiguous", Conv(**WIDE, offsets=(0, 6), tokens=6)),

@@ -14,7 +14,7 @@ import torch
 from test_bench_contenders import workload
 from test_bench_report import REPORT
 
-from flashqla_cp.cli import bench, bench_contenders, bench_draws, bench_timing
+from flashqla_cp.cli import bench, bench_contenders, bench_draws, bench_report, bench_timing
 from flashqla_cp.cli.bench_contenders import contenders, find_peers
 from flashqla_cp.cli.main import build_parser, main
 from flashqla_cp.kernels.arch import arch_by_name
@@ -269,14 +269,14 @@ def test_a_call_that_a_graph_cannot_hold_keeps_its_other_numbers(monkeypatch: py
 def test_medians_worst_errors_and_comparisons() -> None:
     (case,) = copy.deepcopy(REPORT["cases"])
     ours, theirs, rank, their_rank = case["results"]
-    assert bench._comparisons(ours, case["results"]) == (
+    assert bench_report.comparisons(ours, case["results"]) == (
         {"flash_qla": {"eager": pytest.approx(2.0), "graph": pytest.approx(1.5)}},
         {},
     )
-    ratios, over_alone = bench._comparisons(rank, case["results"])
+    ratios, over_alone = bench_report.comparisons(rank, case["results"])
     assert ratios == {} and over_alone == {"eager": pytest.approx(1.25), "graph": pytest.approx(1.1)}
-    assert bench._comparisons(their_rank, case["results"]) == ({}, {})  # it failed
-    assert bench._comparisons(theirs, case["results"]) == ({}, {})
+    assert bench_report.comparisons(their_rank, case["results"]) == ({}, {})  # it failed
+    assert bench_report.comparisons(theirs, case["results"]) == ({}, {})
     numbers = [{"eager_ms": t, "graph_ms": None, "host_us": 9, "peak_mib": 1, "o_error": e, "first_call_s": 0.5}
                for t, e in ((3.0, 1e-3), (1.0, 4e-3), (2.0, None))]  # fmt: skip
     field = contenders(workload(), None, "torch", {}, CPU)

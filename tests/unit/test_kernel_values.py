@@ -177,3 +177,16 @@ def test_rows_at_odd_addresses_are_copied_and_others_are_not():
     assert readable(odd).data_ptr() % 16 == 0 and torch.equal(readable(odd), odd[0])
     even = flat.clone()[: odd.numel()].view(1, 4, 2, 64)
     assert readable(even).data_ptr() == even.data_ptr()
+
+
+def test_tiles_of_the_convolution():
+    """A thread's row is one load of 16 bytes or less; a warp of the gradients owns what it does not share."""
+    for stage in tuning.CONV_WALKED:
+        for dtype in ("bfloat16", "float16", "float32"):
+            for width in (2, 3, 4):
+                operands = {"x": dtype, "weight": "float32"}
+                tile = tuning.conv_tile(make_spec(stage, SM90, {"width": width}, operands))
+                assert tile.channels * tuning.ELEMENT_BYTES[dtype] == tuning.CONV_BYTES[stage] <= tuning.VECTOR_BYTES
+                assert tile.walked - tile.tokens == (width - 1 if stage == "causal_conv_grad" else 0)
+                assert tile.walked % tile.ahead == 0
+                assert tuning.conv_tile(make_spec(stage, SM90, {"width": width}, operands, ["ragged"])).channels == 1
