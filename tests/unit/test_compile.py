@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from flashqla_cp import GatedDeltaNet, build_cp_context, causal_conv1d, chunk_gated_delta_rule
 from flashqla_cp.parallel import context as contexts
@@ -249,3 +250,21 @@ def _on_rank(rank: int, exchange: str) -> list[bool]:
 @pytest.mark.parametrize("exchange", ("sharded", "headwise"))
 def test_two_ranks(exchange: str) -> None:
     assert all(all(found) for found in run_ranks(_on_rank, 2, exchange, timeout=300.0))
+
+
+def test_checkpointing_inside_a_graph(group: dist.ProcessGroup) -> None:
+    """The forward runs again in the backward, when the graph alone holds the context."""
+    layer, x = make_layer(), torch.randn(1, TOKENS, 16)
+
+    def run(x: torch.Tensor, context: CPContext) -> torch.Tensor:
+        return checkpoint(layer, x, cp_context=context, use_reentrant=False)
+
+    results = []
+    for function in (run, compiled(run)):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = function(leaf, build_cp_context(torch.tensor(OFFSETS), group, num_tokens=TOKENS))
+        gc.collect()
+        y.square().sum().backward()
+        results.append([y, leaf.grad, *(p.grad for p in layer.parameters())])
+    assert all(map(torch.equal, *results))
