@@ -96,7 +96,7 @@ def test_the_layer(packed, backend):
     cu = torch.tensor(OFFSETS, device=DEVICE) if packed else None
     eager, found = (layer_step(layer, run, x, cu_seqlens=cu) for run in (layer, compiled(layer, backend)))
     for a, b in zip(eager, found, strict=True):
-        assert torch.equal(a, b) if backend == "aot_eager" else relative_l2(a, b) <= 2e-2
+        assert torch.equal(a, b) if backend == "aot_eager" else relative_l2(a, b) <= 1e-2
 
 
 def _on_rank(rank, exchange):
