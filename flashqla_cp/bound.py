@@ -15,6 +15,7 @@ from flashqla_cp.checks import (
     as_parameter,
     as_tensor,
     check_double,
+    check_forget_below,
     check_gate,
     check_op_inputs,
     check_recompute,
@@ -77,6 +78,7 @@ def bind(
     context: CPContext | None,
     backend: str,
     recompute: str,
+    forget_below: float,
     trains: bool | None = None,
 ) -> Bound:
     """Check the arguments of chunk_gated_delta_rule, here by shorter names, and decide what runs it.
@@ -92,6 +94,7 @@ def bind(
     dt_bias = as_parameter(dt_bias, "dt_bias", (num_v_heads,), q.device)
     scale = check_scale(scale, key_dim)
     check_recompute(recompute)
+    check_forget_below(forget_below)
     check_double(double, sigmoid)
     if trains is None:
         trains = wants_gradients((*tensors, initial_state, A_log, dt_bias))
@@ -112,6 +115,7 @@ def bind(
         final=final,
         state_v_first=state_v_first,
         recompute=recompute,
+        forget_below=forget_below,
     )
     return Bound(
         call=call,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -13,8 +12,6 @@ from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved
 from flashqla_cp.kernels.host.tables import Tables, stream_of, to_device
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
-
-MOST_PARTS = 4  # launches of a stage that the chains of a rank may be split into
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -37,7 +34,7 @@ class Local:
     exit_rows: carried rows of the states that leave; front_rows: of the gradients that do. entry_row, exit_row: rows of
     chains among the known states (of documents that begin here, or gradients of those that end here) followed by those
     that arrive; known_entry and known_exit have the known ones only, arriving_exit the others. early, late: the tables
-    by runs of chains, those that need no state of another rank and all others.
+    of chains that need no state of another rank, None where these are few, and of the others.
     """
 
     program: Program
@@ -49,8 +46,8 @@ class Local:
     exit_row: torch.Tensor
     known_exit: torch.Tensor
     arriving_exit: torch.Tensor
-    early: tuple[Tables, ...]
-    late: tuple[Tables, ...]
+    early: Tables | None
+    late: Tables
 
     @classmethod
     @torch.inference_mode(False)
@@ -79,7 +76,7 @@ class Local:
         )
         exits = tables.rows_of(length, emits).cumsum(0) - 1
         behind = tables.rows_of(length, receives)
-        early, late = _by_need(tables, length, receives) if program.exchange is not None else ((), (tables,))
+        early, late = _by_need(tables, length, receives) if program.exchange is not None else (None, tables)
         fronts = behind.cumsum(0) - behind
         entry_row, begun = program.entry_row.int(), program.entries.shape[1]
         exit_row, ended = program.exit_row.int(), program.exits.shape[1]
@@ -98,22 +95,18 @@ class Local:
         )
 
 
-def _by_need(
-    tables: Tables, length: torch.Tensor, receives: torch.Tensor
-) -> tuple[tuple[Tables, ...], tuple[Tables, ...]]:
-    """The tables of chains that receive nothing and of those that do: a launch each that works on a part of the
-    device. So all are one where the former are few tokens, or where chains of both kinds alternate often."""
-    parts: tuple[list[Tables], list[Tables]] = ([], [])
-    ends = tables.pieces_of(length).cumsum(0).tolist()
-    first = 0
-    for kind, run in itertools.groupby(range(len(ends)), lambda chain: int(receives[chain])):
-        end = ends[list(run)[-1]]
-        parts[kind].append(replace(tables, segments=tables.segments[first:end]))
-        first = end
-    waiting = int(length[receives.bool()].sum())
-    if 4 * waiting > 3 * int(length.sum()) or len(parts[0]) + len(parts[1]) > MOST_PARTS:
-        return (), (tables,)
-    return tuple(parts[0]), tuple(parts[1])
+def _by_need(tables: Tables, length: torch.Tensor, receives: torch.Tensor) -> tuple[Tables | None, Tables]:
+    """The tables of chains that receive nothing and of those that do: a launch each, which works on a part of the
+    device, so all are one where the former are few tokens."""
+    if 4 * int(length[receives.bool()].sum()) > 3 * int(length.sum()):
+        return None, tables
+    waits = receives.bool().repeat_interleave(tables.pieces_of(length))
+
+    def part(rows: torch.Tensor) -> Tables:
+        index = to_device(rows.nonzero().flatten().tolist(), tables.segments.device).long()
+        return replace(tables, segments=tables.segments.index_select(0, index))
+
+    return part(~waits), part(waits)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

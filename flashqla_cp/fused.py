@@ -11,6 +11,7 @@ final_correction. Whether a head has forgotten its entry state is decided on the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -42,6 +43,7 @@ class Call:
     final: bool
     state_v_first: bool
     recompute: str
+    forget_below: float
 
     @property
     def machine(self) -> Kernels:
@@ -68,6 +70,7 @@ class Call:
             l2norm=self.l2norm,
             sigmoid=self.sigmoid,
             double=self.double,
+            forgotten=math.log2(self.forget_below) if self.forget_below else -math.inf,
             arch=self.machine.arch,
         )
 
@@ -218,8 +221,8 @@ def forward_sharded(
     heads, width = x.v.shape[1], x.q.shape[2]
     exits = x.numbers(tables.num_chains, heads, width, width) if final else None
 
-    def finish(kept: Kept, parts: Sequence[Tables]) -> None:
-        for part in parts:
+    def finish(kept: Kept, part: Tables | None) -> None:
+        if part is not None and len(part.segments):
             _finish(x, replace(kept, tables=part), scale, o, exits)
 
     kept = prepare_sharded(x, local, initial, lambda known: finish(known, local.early))
@@ -246,22 +249,22 @@ def prepare_sharded(
         return kept
     solved = kernels.solve(x, kernels.gate_cumsum(x, tables), tables)
     own = None if initial is None else initial.index_select(0, program.entries[1])
-    exchanged: tuple[torch.Tensor, ...] = ()
     entered = own is not None or program.exchange is not None
     maps = kernels.summary(x, solved, tables, entered=entered) if tables.divided else None
     entries = None if own is None else Entries(values=own, row=local.known_entry)
-    if program.exchange is not None and maps is not None:
-        carried, pending = _send(x, local, maps, entries)
-        if meanwhile is not None:
-            known = Maps(boundary=carried, correction=maps.correction, corrects=maps.corrects)
-            meanwhile(Kept(tables=tables, solved=solved, maps=known, entries=entries))
-        arrived = pending.wait()
-        exchanged = arrived.kept
-        values = joined(x, own, program.entries.shape[1], arrived.states.mT.contiguous())
-        entries = Entries(values=values, row=local.entry_row)
-    if maps is not None:
-        kernels.affine_chain(x, maps, tables, entries)
-    return Kept(tables=tables, solved=solved, maps=maps, entries=entries, exchanged=exchanged)
+    if program.exchange is None or maps is None:
+        if maps is not None:
+            kernels.affine_chain(x, maps, tables, entries)
+        return Kept(tables=tables, solved=solved, maps=maps, entries=entries)
+    carried, pending = _send(x, local, maps, entries)
+    if meanwhile is not None:
+        known = Maps(boundary=carried, correction=maps.correction, corrects=maps.corrects)
+        meanwhile(Kept(tables=tables, solved=solved, maps=known, entries=entries))
+    arrived = pending.wait()
+    values = joined(x, own, program.entries.shape[1], arrived.states.mT.contiguous())
+    entries = Entries(values=values, row=local.entry_row)
+    kernels.affine_chain(x, maps, tables, entries)
+    return Kept(tables=tables, solved=solved, maps=maps, entries=entries, exchanged=arrived.kept)
 
 
 def joined(x: Inputs, known: torch.Tensor | None, count: int, arrived: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from flashqla_cp.fused import Call, joined, pass_on, passed_on, readable
 from flashqla_cp.kernels.host import backward as kernels
 from flashqla_cp.kernels.host.backward import TokenGradients
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, affine_chain, clear_rows
-from flashqla_cp.kernels.host.streams import beside, rejoin
+from flashqla_cp.kernels.host.streams import fork
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.base import Arrived, PendingStates
 
@@ -123,18 +123,19 @@ def backward(
     exits = None if dfinal is None else documents.entries(dfinal)
     padded = documents.offsets is not None
     grads = TokenGradients.of(x, padded=padded, zero=False)
-    dcarried = None
-    if kept.maps is not None:
-        with beside(x.q.device):
-            dmaps = _gradient_maps(x, kept, kept.maps, do, exits, scale)
-            dcarried = affine_chain(x, dmaps, tables, None, reverse=True)
+    if kept.maps is None:
+        _fill(x, kept, do, lambda: (None, exits), scale, processors, grads, dinitial)
+    else:
+        with fork(x.q.device) as forked:
+            with forked.beside():
+                dmaps = _gradient_maps(x, kept, kept.maps, do, exits, scale)
+                dcarried = affine_chain(x, dmaps, tables, None, reverse=True)
 
-    def arrive() -> tuple[torch.Tensor | None, Entries | None]:
-        if dcarried is not None:
-            rejoin(x.q.device)
-        return dcarried, exits
+            def arrive() -> tuple[torch.Tensor | None, Entries | None]:
+                forked.join()
+                return dcarried, exits
 
-    _fill(x, kept, do, arrive, scale, processors, grads, dinitial)
+            _fill(x, kept, do, arrive, scale, processors, grads, dinitial)
     if documents.offsets is not None:
         for dx in (grads.dq, grads.dk, grads.dv):
             clear_rows(dx, documents.offsets[1:], x.arch)
@@ -164,22 +165,27 @@ def backward_sharded(
     if dfinal is not None and program.exits.shape[1]:
         own = dfinal.index_select(0, program.exits[1])
         known = Entries(values=own, row=local.known_exit)
-    with beside(x.q.device):
-        dmaps = None if kept.maps is None else _gradient_maps(x, kept, kept.maps, do, known, scale)
-        fronts, pending = _send(x, local, dmaps, kept)
-
-    def arrive() -> tuple[torch.Tensor | None, Entries | None]:
-        rejoin(x.q.device)
-        arrived = pending.wait().states.mT.contiguous()
-        if dmaps is None or not len(arrived):
-            return fronts, known
-        values = joined(x, own, program.exits.shape[1], arrived)
-        arriving, exits = (Entries(values=values, row=row) for row in (local.arriving_exit, local.exit_row))
-        return affine_chain(x, dmaps, tables, arriving, reverse=True), exits
-
     grads = TokenGradients.of(x, padded=padded, zero=padded)
     begun = x.numbers(tables.num_chains, x.v.shape[1], x.v.shape[2], x.q.shape[2]) if dinitial is not None else None
-    _fill(x, kept, do, arrive, scale, processors, grads, begun)
+    with fork(x.q.device) as forked:
+        with forked.beside():
+            dmaps = None if kept.maps is None else _gradient_maps(x, kept, kept.maps, do, known, scale)
+            fronts, pending = _send(x, local, dmaps, kept)
+
+        behind = fronts, known  # what arrive gives lives until the fork is closed
+
+        def arrive() -> tuple[torch.Tensor | None, Entries | None]:
+            nonlocal behind
+            with forked.beside():
+                arrived = pending.wait().states.mT.contiguous()
+                if dmaps is not None and len(arrived):
+                    values = joined(x, own, program.exits.shape[1], arrived)
+                    arriving, exits = (Entries(values=values, row=row) for row in (local.arriving_exit, local.exit_row))
+                    behind = affine_chain(x, dmaps, tables, arriving, reverse=True), exits
+            forked.join()
+            return behind
+
+        _fill(x, kept, do, arrive, scale, processors, grads, begun)
     if dinitial is not None and begun is not None:
         dinitial.index_copy_(0, program.entries[1], begun.index_select(0, program.entries[0]))
     return grads, dinitial

@@ -27,7 +27,7 @@ from flashqla_cp.program import Program
 GIVEN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state"
 OPTIONS = (
     "Tensor? offsets, Tensor? handle, float scale, bool final, bool l2norm, bool state_v_first, bool sigmoid, "
-    "bool double, str backend, str recompute, bool trains"
+    "bool double, str backend, str recompute, float forget_below, bool trains"
 )
 RULE = f"({GIVEN}, {OPTIONS}) -> (Tensor o, Tensor final_state, Tensor[] kept)"
 RULE_GRAD = f"({GIVEN}, {OPTIONS}, Tensor? do, Tensor? dfinal, Tensor[] kept, bool wants_initial) -> Tensor[]"
@@ -47,7 +47,7 @@ def _bound(
     options: Sequence[Any],
 ) -> Bound:
     """The call of an operator, its arguments checked. options: what stands behind the handle in OPTIONS."""
-    scale, final, l2norm, state_v_first, sigmoid, double, backend, recompute, trains = options
+    scale, final, l2norm, state_v_first, sigmoid, double, backend, recompute, forget_below, trains = options
     *tensors, A_log, dt_bias, initial_state = given
     return bind(
         *tensors,
@@ -66,6 +66,7 @@ def _bound(
         context=None if handle is None else context_of(handle),
         backend=backend,
         recompute=recompute,
+        forget_below=forget_below,
         trains=trains,
     )
 
@@ -116,7 +117,7 @@ def _fake_sizes(
 ) -> Sequence[Any]:
     """Sizes of the slots. What only a context knows is unknown, and so is what hangs on a length that may vary: how
     finely a device cuts its documents is no formula."""
-    _, _, l2norm, _, _, _, backend, recompute, trains = options
+    _, _, l2norm, _, _, _, backend, recompute, _, trains = options
     kernels = kernels_for(backend, q, v, trains)
     if kernels is None or recompute == "forward":
         return [0] * SLOTS

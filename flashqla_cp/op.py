@@ -31,6 +31,7 @@ def chunk_gated_delta_rule(
     backend: str = "auto",
     deterministic: bool = True,
     recompute: str = "none",
+    forget_below: float = 2.0**-24,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated delta rule over documents, on one device or sharded over ranks.
 
@@ -66,6 +67,10 @@ def chunk_gated_delta_rule(
             "none"; "solve" (gates and the chunks' inverses, most of what is kept); "forward" (everything but the
             last stage: nothing is kept but the arguments). With cp_context the same on every rank, since "forward"
             sends the forward's maps again.
+        forget_below: a head whose state comes through a run of tokens with a factor of less is taken to have forgotten
+            it there. Kernels then skip that state, and of the run all that is forgotten behind it, so what is left
+            out of a state is at most this share of the states in front. The default is exact to fp32 rounding; 0
+            skips nothing. The torch backend skips nothing.
 
     Returns:
         o [B, T, HV, V] in v's dtype, and the final states, fp32 (fp64 for fp64 inputs), or None.
@@ -91,6 +96,7 @@ def chunk_gated_delta_rule(
             context=cp_context,
             backend=backend,
             recompute=recompute,
+            forget_below=forget_below,
         )
     return bind(
         q,
@@ -113,4 +119,5 @@ def chunk_gated_delta_rule(
         context=cp_context,
         backend=backend,
         recompute=recompute,
+        forget_below=forget_below,
     ).run()

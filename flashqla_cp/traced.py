@@ -13,7 +13,14 @@ import torch
 
 from flashqla_cp import library as library  # enters the operators
 from flashqla_cp.bound import wants_gradients
-from flashqla_cp.checks import check_double, check_gate, check_op_inputs, check_recompute, check_scale
+from flashqla_cp.checks import (
+    check_double,
+    check_forget_below,
+    check_gate,
+    check_op_inputs,
+    check_recompute,
+    check_scale,
+)
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.plan import offsets_tensor, refuse_dtensor
 
@@ -35,6 +42,7 @@ def traced_rule(
     context: CPContext | None,
     backend: str,
     recompute: str,
+    forget_below: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Results of the op on q, k, v, g, beta, with what shapes tell checked now and the rest when the graph runs."""
     given = (*tensors, A_log, dt_bias, initial_state)
@@ -43,6 +51,7 @@ def traced_rule(
     check_op_inputs(*tensors)
     check_gate(A_log, dt_bias, gate)
     check_recompute(recompute)
+    check_forget_below(forget_below)
     check_double(double, sigmoid)
     scale = check_scale(scale, tensors[0].shape[3])
     trains = wants_gradients(given)
@@ -57,6 +66,7 @@ def traced_rule(
         double,
         backend,
         recompute if trains else "forward",  # then nothing is kept
+        float(forget_below),
         trains,
     )
     return o, final_state if final else None

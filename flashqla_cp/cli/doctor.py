@@ -17,6 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from flashqla_cp.kernels.settings import find_host_compiler, find_nvcc
+
 OLDEST_TORCH = (2, 8)
 DISTRIBUTIONS = (
     "torch",
@@ -98,17 +100,12 @@ def devices() -> list[dict[str, Any]]:
 
 
 def compilers() -> dict[str, dict[str, str] | None]:
-    """Return path and version line of the C++ and CUDA compilers, None for one that is absent."""
-    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH") or "/usr/local/cuda"
-    places = {
-        "c++": [os.environ.get("CXX", ""), "g++", "c++", "clang++"],
-        "nvcc": ["nvcc", str(Path(cuda_home) / "bin" / "nvcc")],
-    }
-    return {name: next(filter(None, map(_compiler, tries)), None) for name, tries in places.items()}
+    """Return path and version line of the C++ and CUDA compilers that kernels are built with, None for one that is
+    absent."""
+    return {"c++": _compiler(find_host_compiler()), "nvcc": _compiler(find_nvcc())}
 
 
-def _compiler(command: str) -> dict[str, str] | None:
-    path = shutil.which(command) if command else None
+def _compiler(path: str | None) -> dict[str, str] | None:
     if path is None:
         return None
     try:

@@ -41,30 +41,42 @@ def normalize(tile, norm, row, width, dtype):
 
 @T.macro
 def finish_gates(p, row, sums, keep, partial, barrier):
-    """Gradient of a token's log gate, by CHUNK threads: of G from sums over the chunk, added up from the token on.
+    """Gradient of a token's log gate, by CHUNK threads, from sums over the chunk.
 
-    sums: [2, CHUNK] each, half p of them: what a token reads by its query and by its key, what it gives in all and what
-    of that to the state behind, its share of <S, dS'>. keep [2]: exp(Gc). partial [4]: shared memory.
+    Of what stays in the chunk: what a row reads minus what it gives, added up from the token on. Of what goes to the
+    state behind: what the rows in front of the token give. And all that is carried through. No term is added and
+    subtracted again, so that strong decay leaves the small ones exact.
+
+    sums: [2, CHUNK] each, half p of them: what a token reads by its query and by its key, what it gives to later rows
+    and to the state behind, its share of <S, dS'>. keep [2]: exp(Gc). partial [4]: shared memory.
     """
     read, recalled, given, leaving, carried = sums
     T.sync_threads(barrier_id=barrier, arrive_count=CHUNK)
-    behind = T.alloc_var("float32", init=leaving[p, row])
     slope = T.alloc_var("float32", init=read[p, row] + recalled[p, row] - given[p, row])
-    behind = behind + keep[p] * carried[p, row]
+    through = T.alloc_var("float32", init=keep[p] * carried[p, row])
+    before = T.alloc_var("float32", init=0.0)
+    if row % WARP > 0:
+        before = leaving[p, row - 1]
     for level in T.unroll(5):
-        behind = behind + T.shfl_xor(behind, 16 >> level)
-    if row % WARP == 0:
-        partial[row // WARP] = behind
-    for level in T.unroll(5):
+        through = through + T.shfl_xor(through, 16 >> level)
         above = T.alloc_var("float32", init=T.shfl_down(slope, 1 << level))
         if row % WARP + (1 << level) < WARP:
             slope = slope + above
+        below = T.alloc_var("float32", init=T.shfl_up(before, 1 << level))
+        if row % WARP >= 1 << level:
+            before = before + below
+    if row % WARP == 0:
+        partial[row // WARP] = through
     if row == WARP:
         partial[2] = slope
+    if row == WARP - 1:
+        partial[3] = before + leaving[p, row]
     T.sync_threads(barrier_id=barrier, arrive_count=CHUNK)
-    slope = slope + partial[0] + partial[1]
+    slope = slope + before + partial[0] + partial[1]
     if row < WARP:
         slope = slope + partial[2]
+    else:
+        slope = slope + partial[3]
     return slope
 
 

@@ -13,7 +13,7 @@ from math import prod
 import torch
 
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.chunked import EXACT, Entries, Inputs, Maps, Solved, entry_arguments, spec_of
+from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved, entry_arguments, spec_of
 from flashqla_cp.kernels.host.launcher import launch
 from flashqla_cp.kernels.host.tables import Tables
 from flashqla_cp.kernels.tuning import GATE_GRAD_TOKENS, SCRATCH_BUDGET, head_slabs
@@ -89,7 +89,6 @@ def summary_grad(
     do: torch.Tensor,
     exits: Entries | None,
     scale: float,
-    threshold: float = EXACT,
 ) -> Maps:
     """Gradient maps (D) of the segments that something precedes: the adjoints of `maps`, by rows of tables.back_links.
 
@@ -109,7 +108,7 @@ def summary_grad(
         *entry_arguments(exits, dboundary, tables),
         dboundary,
         scale,
-        threshold,
+        x.forgotten,
     )
     return Maps(boundary=dboundary, correction=maps.correction, corrects=maps.corrects)
 
@@ -190,7 +189,6 @@ def gradients(
         slab.states,
         slab.dstates,
         solved.decay,
-        solved.key_scale,
         x.beta,
         tables.chunks,
         grads.dq,

@@ -17,8 +17,6 @@ from flashqla_cp.kernels.host.tables import Tables
 from flashqla_cp.kernels.spec import KernelSpec, make_spec
 from flashqla_cp.kernels.stages import HEAD_DIMS
 
-EXACT = -24.0  # base-2 logarithm of what counts as forgotten: fp32 rounding
-
 
 @cache
 def spec_of(
@@ -37,7 +35,8 @@ def spec_of(
 class Inputs:
     """Of the op, token rows: q, k [T, H, K], v [T, HV, V] (views with unit stride along the last dimension), g, beta
     [T, HV]. A_log, dt_bias fp32 [HV] or None: g is then the gate's input. l2norm, sigmoid, double: what the op's
-    use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel and allow_neg_eigval say.
+    use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel and allow_neg_eigval say; forgotten: base-2 logarithm of its
+    forget_below.
     """
 
     q: torch.Tensor
@@ -50,6 +49,7 @@ class Inputs:
     l2norm: bool
     sigmoid: bool
     double: bool
+    forgotten: float
     arch: Arch
 
     def spec(self, stage: str, **flags: bool) -> KernelSpec:
@@ -117,7 +117,7 @@ def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
     return Solved(decay=decay, inverse=inverse, key_scale=key_scale, bound=bound)
 
 
-def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool, threshold: float = EXACT) -> Maps:
+def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool) -> Maps:
     """Maps of the segments that something follows. entered: whether chains may start from a state."""
     rows, heads, width = len(tables.links), x.v.shape[1], x.q.shape[2]
     maps = Maps(
@@ -137,7 +137,7 @@ def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool, thresho
         maps.boundary,
         maps.correction,
         maps.corrects,
-        threshold,
+        x.forgotten,
     )
     return maps
 

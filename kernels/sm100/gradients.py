@@ -54,15 +54,13 @@ def build_gradients(spec: KernelSpec):
 
     Value heads from `first` on, whole groups, as many as states16, dstates16 [chunks, heads, V, K] and values16
     [chunks, heads, C, V] have. dq, dk [T, H, K] are sums over a group; dg, dbeta [T, HV]. Rows of no chunk are left
-    alone. key_scale is not read: norms of keys are made here, with those of queries.
+    alone.
     """
     K = V = spec.dim("head_dim")
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
     config = gradients_config(spec)
     l2norm, sigmoid, double = spec.has("l2norm"), spec.has("sigmoid"), spec.has("double")
-    tokens, chunks, H, HV, heads, key_chunks = (
-        T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "heads", "key_chunks")
-    )
+    tokens, chunks, H, HV, heads = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "heads"))
     qt, qh, kt, kh, ot, oh, bt, bh = (
         T.dynamic(n)
         for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head", "beta_token", "beta_head")
@@ -144,7 +142,6 @@ def build_gradients(spec: KernelSpec):
         states16: T.Tensor((chunks, heads, V, K), dtype),
         dstates16: T.Tensor((chunks, heads, V, K), dtype),
         decay: T.Tensor((chunks, HV, C), f32),
-        key_scale: T.Tensor((key_chunks, H, C), f32),
         beta: T.StridedTensor((tokens, HV), (bt, bh), spec.dtype("beta")),
         chunk_table: T.Tensor((chunks, CHUNK_COLUMNS), "int32"),
         dq: T.Tensor((tokens, H, K), dtype),

@@ -8,15 +8,14 @@ wrote (U) and their right hand side's gradient (dV). With q, k normalised where 
     dK = Da^T Q + (Db + Db^T) K - diag(exp G) dV S^T + diag(exp(Gc - G)) U dS'^T
     dbeta_i = (dV U^T)_ii / beta_i^2
 
-summed over the value heads of a key head in fp32. The gradient of G is what a row reads minus what a column gives: of
-each value head
+summed over the value heads of a key head in fp32. The gradient of a log gate is what is read over it. Of a value head:
 
-    q_i . dQ_i + k_i . (Db K - diag(exp G) dV S^T)_i - k_i . (Da^T Q + Db^T K + diag(exp(Gc - G)) U dS'^T)_i
+    sum over i >= t of  q_i . dQ_i + k_i . (Db K - diag(exp G) dV S^T)_i - k_i . (Da^T Q + Db^T K)_i
+    sum over j < t of   k_j . (diag(exp(Gc - G)) U dS'^T)_j          and exp(Gc) <S, dS'>
 
-and at the chunk's end what was carried out of it. A pair's term is added once and subtracted once, from one rounded Da
-or Db, so what does not reach over a token cancels in its sum; a token's pair with itself (the diagonal of Da), which
-would drown all others under strong decay, is left out of these products and joins dQ and dK at the end. The log gate's
-gradient is the sum from a token to the chunk's end.
+A pair's term is added once and subtracted once, from one rounded Da or Db, so pairs on one side of a token cancel in
+its sum, to fp32 rounding; a token's pair with itself (the diagonal of Da), beside which strong decay leaves nothing of
+the others, is kept out of these products and joins dQ and dK at the end.
 
 Roles of a block, which takes chunks of a key head in turn:
 
@@ -47,7 +46,7 @@ def build_gradients(spec: KernelSpec):
     l2norm, sigmoid, double = (spec.has(flag) for flag in ("l2norm", "sigmoid", "double"))
     config = gradients_config(spec)
     PANELS = V // 64
-    tokens, chunks, H, HV, slab, listed = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "slab", "listed"))
+    tokens, chunks, H, HV, slab = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "slab"))
     qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
     bt, bh = T.dynamic("beta_token"), T.dynamic("beta_head")
 
@@ -88,11 +87,11 @@ def build_gradients(spec: KernelSpec):
             sums[a, b] = sums[a, b] + part[a, b]
 
     @T.macro
-    def dot_rows(part, tile, product, dot):
-        """dot = the rows of part times those of the tile; product is overwritten, and may be part."""
+    def dot_rows(part, tile, dot):
+        """dot = the rows of part times those of the tile; part is lost."""
         for a, b in T.Parallel(C, K):
-            product[a, b] = part[a, b] * tile[0, a, b]
-        T.reduce_sum(product, dot, dim=1)
+            part[a, b] = part[a, b] * tile[0, a, b]
+        T.reduce_sum(part, dot, dim=1)
 
     @T.macro
     def add_own(sums, own, tile):
@@ -103,7 +102,9 @@ def build_gradients(spec: KernelSpec):
     @T.macro
     def unnormalize(sums, part, dot, factor, tile, norm):
         """Through the norm: gradients of rows from those of rows of length 1."""
-        dot_rows(sums, tile, part, dot)
+        for a, b in T.Parallel(C, K):
+            part[a, b] = sums[a, b]
+        dot_rows(part, tile, dot)
         T.copy(norm, factor)
         for a, b in T.Parallel(C, K):
             sums[a, b] = factor[a] * (sums[a, b] - tile[0, a, b] * dot[a])
@@ -111,6 +112,7 @@ def build_gradients(spec: KernelSpec):
     @T.macro
     def put_rows(sums, tile, p, out, start, length, head, row, barrier):
         """Store sums as rows of a token each, through a tile of a value head that nobody else reads any more."""
+        # A warp writes rows of its own here, which no other warp's products read.
         for a, b in T.Parallel(C, K):
             tile[p * PANELS + b // 64, a, b % 64] = T.cast(sums[a, b], dtype)
         T.sync_threads(barrier_id=barrier, arrive_count=GROUP)
@@ -143,7 +145,6 @@ def build_gradients(spec: KernelSpec):
         states: T.Tensor((chunks, slab, V, K), dtype),
         dstates: T.Tensor((chunks, slab, V, K), dtype),
         decay: T.Tensor((chunks, HV, C), f32),
-        key_scale: T.Tensor((listed, H, C), f32),
         beta: T.StridedTensor((tokens, HV), (bt, bh), spec.dtype("beta")),
         chunk_table: T.Tensor((chunks, CHUNK_COLUMNS), i32),
         dq: T.Tensor((tokens, H, K), dtype),
@@ -174,7 +175,7 @@ def build_gradients(spec: KernelSpec):
             asked_dot = T.alloc_shared((2, C), f32)  # q_i . dQ_i
             recalled_dot = T.alloc_shared((2, C), f32)  # k_i . what it reads
             leaving_dot = T.alloc_shared((2, C), f32)  # k_i . what it gives to the state behind
-            given_dot = T.alloc_shared((2, C), f32)  # k_i . all that it gives
+            given_dot = T.alloc_shared((2, C), f32)  # k_i . what it gives to later rows
             diagonal = T.alloc_shared((2, C), f32)
             carried = T.alloc_shared((2, 64), f32)
             partial = T.alloc_shared((4,), f32)
@@ -268,7 +269,7 @@ def build_gradients(spec: KernelSpec):
                             T.wgmma_gemm(a_tile, k_tile[0, :, :], query_part)
                             T.wait_wgmma(0)
                             add_part(query_sum, query_part)
-                            dot_rows(query_part, q_tile, query_part, query_dot)
+                            dot_rows(query_part, q_tile, query_dot)
                             T.copy(query_dot, asked_dot[p, :])
                             T.mbarrier_arrive(summed[p])
                             # Here and not in front of the next products, where it would wait for stores of results.
@@ -286,7 +287,6 @@ def build_gradients(spec: KernelSpec):
                 T.set_max_nreg(config.roles[0].registers, 1)
                 key_sum = T.alloc_fragment((C, K), f32)
                 key_part = T.alloc_fragment((C, K), f32)
-                key_product = T.alloc_fragment((C, K), f32)
                 key_factor = T.alloc_fragment((C,), f32)
                 key_dot = T.alloc_fragment((C,), f32)
                 key_own = T.alloc_fragment((C,), f32)
@@ -318,7 +318,7 @@ def build_gradients(spec: KernelSpec):
                                 key_own[a] = key_own[a] + key_dot[a]
                             T.wait_wgmma(0)
                             add_part(key_sum, key_part)
-                            dot_rows(key_part, k_tile, key_part, key_dot)
+                            dot_rows(key_part, k_tile, key_dot)
                             T.copy(key_dot, recalled_dot[p, :])
                             multiply_states(u_tile, d_tile, key_part, p, d_full, n % 2)
                             T.copy(fade[p, :], key_factor)
@@ -328,14 +328,15 @@ def build_gradients(spec: KernelSpec):
                             if j < ratio - 1:
                                 T.mbarrier_arrive(rows_free[p])
                             scale_rows(key_part, key_factor)
-                            dot_rows(key_part, k_tile, key_product, key_dot)
+                            add_part(key_sum, key_part)
+                            dot_rows(key_part, k_tile, key_dot)
                             T.copy(key_dot, leaving_dot[p, :])
-                            T.wgmma_gemm(a_tile, q_tile[0, :, :], key_part, transpose_A=True)
+                            T.wgmma_gemm(a_tile, q_tile[0, :, :], key_part, transpose_A=True, clear_accum=True)
                             T.wgmma_gemm(b_tile, k_tile[0, :, :], key_part, transpose_A=True)
                             T.wait_wgmma(0)
                             T.mbarrier_arrive(taken)
                             add_part(key_sum, key_part)
-                            dot_rows(key_part, k_tile, key_part, key_dot)
+                            dot_rows(key_part, k_tile, key_dot)
                             T.copy(key_dot, given_dot[p, :])
                             T.mbarrier_arrive(summed[p])
                             T.fence_proxy_async()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+from chunk_gradients import L2_EPS
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.chunks import CHUNK
@@ -25,7 +26,9 @@ class _Chunk:
         ratio = decay.shape[1] // k.shape[1]
         self.keys = torch.arange(first, first + count) // ratio
         self.k = self.read(k, self.keys)
-        if l2norm:
+        if l2norm and key_scale is None:
+            self.k = self.k * torch.rsqrt(self.k.square().sum(-1, keepdim=True) + L2_EPS)
+        elif l2norm:
             self.k = self.k * torch.where(torch.arange(CHUNK) < length, key_scale[number, self.keys], 0.0)[..., None]
         self.G = decay[number, self.values] * math.log(2)
         self.grow, self.fade = self.G.exp()[..., None], (self.G[:, -1:] - self.G).exp()[..., None]
@@ -119,7 +122,7 @@ def sweep(
 
 
 def gradients(
-    spec, q, k, do, dv, values16, states16, dstates16, decay, key_scale, beta, chunk_table, dq, dk, dg, dbeta, scale,
+    spec, q, k, do, dv, values16, states16, dstates16, decay, beta, chunk_table, dq, dk, dg, dbeta, scale,
     first, blocks,
 ):  # fmt: skip
     count, ratio = states16.shape[1], decay.shape[1] // k.shape[1]
@@ -127,7 +130,7 @@ def gradients(
     for number, (token, length) in enumerate(chunk_table.tolist()):
         if length <= 0:
             continue
-        c = _Chunk(token, length, number, (first, count), k, key_scale, decay, spec.has("l2norm"), scale)
+        c = _Chunk(token, length, number, (first, count), k, None, decay, spec.has("l2norm"), scale)
         query, grad = c.query(q), c.read(do, c.values)
         dright, value = c.read(dv, c.values), values16[number].float()
         state, dstate = states16[number].float().mT, dstates16[number].float().mT

@@ -15,7 +15,7 @@ from test_op_emulated import OFFSETS, TOKENS, emulated, emulation, inputs_of
 from flashqla_cp import chunk_gated_delta_rule
 from flashqla_cp.kernels.arch import arch_by_name
 from flashqla_cp.kernels.blocks import segments as column
-from flashqla_cp.kernels.host import backward
+from flashqla_cp.kernels.host import backward, launcher
 from flashqla_cp.kernels.spec import make_spec
 from flashqla_cp.testing.metrics import relative_l2
 from flashqla_cp.testing.oracle import gated_delta_rule_oracle
@@ -278,3 +278,18 @@ def test_rows_of_gradients(exchange):
     assert [tuple(row) for row in segments[: len(expected), columns].tolist()] == expected
     assert {i: tuple(row) for i, row in enumerate(back.tolist()) if row[0]} == expected_links
     assert torch.all(segments[len(expected) :, columns] == torch.tensor([-1, -1, 0, -1, -1]))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), (({}, -24.0), ({"forget_below": 2**-10}, -10.0), ({"forget_below": 0}, -float("inf")))
+)
+def test_what_counts_as_forgotten_reaches_the_maps(given, expected):
+    last = {}
+
+    def loader(spec):
+        return lambda *arguments: last.update({spec.stage: arguments[-1]})
+
+    with finely(), launcher.machine(loader, arch_by_name("sm_90a"), 6):
+        tensors = [x.requires_grad_() for x in inputs_of(300, 1, 2, 64, "weak")]
+        chunk_gated_delta_rule(*tensors, backend="tilelang", **given)[0].sum().backward()
+    assert last["summary"] == last["summary_grad"] == expected

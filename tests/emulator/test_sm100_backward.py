@@ -219,7 +219,7 @@ def check_gradients(x, first=0, count=None, blocks=3, sigmoid=False, double=Fals
     launch(
         spec_of("gradients", x, sigmoid=sigmoid, double=double),
         *(x.q, x.k, x.do, dv, *(y[:, mine].contiguous() for y in (values, states, dstates)), x.decay),
-        *(key_scale_of(x), strength, x.chunks, dq, dk, dg, dbeta, x.scale, first, blocks),
+        *(strength, x.chunks, dq, dk, dg, dbeta, x.scale, first, blocks),
         **how,
     )
     got = {"dq": dq, "dk": dk, "dg": dg, "dbeta": dbeta}

@@ -9,7 +9,7 @@ import flashqla_cp
 OP = (
     "q k v g beta scale initial_state output_final_state use_qk_l2norm_in_kernel cu_seqlens cu_seqlens_cpu "
     "state_v_first use_gate_in_kernel A_log dt_bias use_beta_sigmoid_in_kernel allow_neg_eigval cp_context "
-    "backend deterministic recompute"
+    "backend deterministic recompute forget_below"
 ).split()
 CONTEXT = ["cu_seqlens", "group", "conv1d_kernel_size", "cu_seqlens_cpu"]
 CONTEXT_KEYWORDS = {"layout": "contiguous", "token_ranges": None, "num_tokens": None, "exchange": "auto"}
@@ -35,6 +35,7 @@ def test_op_signature():
     assert flags.pop("backend") == "auto"
     assert flags.pop("deterministic") is True
     assert flags.pop("recompute") == "none"
+    assert flags.pop("forget_below") == 2.0**-24
     assert all(value in (None, False) for value in flags.values())
 
 
