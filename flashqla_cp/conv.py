@@ -12,15 +12,16 @@ from typing import Any
 
 import torch
 
+from flashqla_cp.bound import conv_kernels_for, wants_gradients
 from flashqla_cp.checks import as_parameter, as_tensor, check_conv_inputs, offsets_left_on, read_documents
 from flashqla_cp.fused import documents_of
 from flashqla_cp.kernels.arch import Arch
-from flashqla_cp.kernels.backend import ConvSizes, Kernels, select
+from flashqla_cp.kernels.backend import Kernels
 from flashqla_cp.kernels.host import causal_conv as kernels
-from flashqla_cp.kernels.host.causal_conv import Fronts, Inputs, Places
+from flashqla_cp.kernels.host.causal_conv import Inputs, Places
 from flashqla_cp.kernels.reference import causal_conv
 from flashqla_cp.kernels.reference.causal_conv import ConvTable
-from flashqla_cp.library import convolve_with
+from flashqla_cp.library import Convolution, convolve_with
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.halo import Halo
 from flashqla_cp.traced import traced_conv
@@ -58,14 +59,14 @@ def causal_conv1d(
     """
     if torch.compiler.is_compiling():
         check_conv_inputs(x, weight, activation, None)
-        return traced_conv(x, weight, bias, activation is not None, cu_seqlens, cp_context), None
+        return traced_conv(x, weight, bias, activation is not None, cu_seqlens, cp_context, backend), None
     x = as_tensor(x, "x")
     weight = as_tensor(weight, "weight")
     check_conv_inputs(x, weight, activation, cp_context)
     as_parameter(weight, "weight", tuple(weight.shape), x.device)
     bias = as_parameter(bias, "bias", tuple(weight.shape[:1]), x.device)
     width, silu = weight.shape[1], activation is not None
-    chosen = _kernels(backend, x, weight, bias)
+    chosen = conv_kernels_for(backend, x, weight, wants_gradients((x, weight, bias)))
     if chosen is not None:
         places = _places(x, width, cu_seqlens, cp_context, chosen.arch)
         halo = None if cp_context is None else cp_context.halo(width)
@@ -79,18 +80,6 @@ def causal_conv1d(
         table = _document_table(offsets, x.shape[0] * x.shape[1], width, x.device)
     y = CausalConv.apply(x.flatten(0, 1), weight, bias, halo, table, silu)
     return y.view(x.shape), None
-
-
-convolve_with(causal_conv1d)
-
-
-def _kernels(backend: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Kernels | None:
-    """The kernels that run this call, or None for the torch backend."""
-    needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    if backend == "auto" and x.dtype == torch.float64:
-        backend = "torch"  # what fp64 is for needs no kernel
-    sizes = ConvSizes(dtype=x.dtype, width=weight.shape[1])
-    return select(backend, x.device, needs_grad=needs_grad, sizes=sizes)
 
 
 class CausalConv(torch.autograd.Function):
@@ -154,18 +143,49 @@ class CausalConvOnKernels(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, bias, arrived, table = ctx.saved_tensors
-        fronts: Fronts | None = ctx.fronts
-        given = Inputs.of(x, arrived, weight, bias, Places(places=table, fronts=fronts), ctx.silu, ctx.arch)
-        dy = kernels.readable_rows(dy)
-        dx, dweight, dbias = kernels.causal_conv_grad(given, dy)
-        dhalo = torch.empty(0, x.shape[1], dtype=torch.float32, device=x.device)
-        if fronts is not None:
-            dhalo, dlocal = kernels.conv_halo_grad(given, dy, fronts)
-            dx.index_copy_(0, fronts.local, (dx.index_select(0, fronts.local) + dlocal).to(dx.dtype))
-        if ctx.halo is not None:
-            dx = ctx.halo.return_gradient(dx, dhalo)
-        shares = dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
-        return dx, *shares, None, None, None, None
+        places = Places(places=table, fronts=ctx.fronts)
+        found = _gradients(Inputs.of(x, arrived, weight, bias, places, ctx.silu, ctx.arch), ctx.halo, dy)
+        return *_like(found, weight, bias), None, None, None, None
+
+
+def _gradients(given: Inputs, halo: Halo | None, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """dx [T, D] in x's dtype, dweight and dbias in fp32; dy [T, D]."""
+    dy = kernels.readable_rows(dy)
+    dx, dweight, dbias = kernels.causal_conv_grad(given, dy)
+    dhalo = torch.empty(0, dx.shape[1], dtype=torch.float32, device=dx.device)
+    fronts = given.places.fronts
+    if fronts is not None:
+        dhalo, dlocal = kernels.conv_halo_grad(given, dy, fronts)
+        dx.index_copy_(0, fronts.local, (dx.index_select(0, fronts.local) + dlocal).to(dx.dtype))
+    if halo is not None:
+        dx = halo.return_gradient(dx, dhalo)
+    return dx, dweight, dbias
+
+
+def _like(
+    found: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients in the parameters' dtypes."""
+    dx, dweight, dbias = found
+    return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
+
+
+def _differentiate(
+    given: Sequence[Any], offsets: torch.Tensor | None, context: CPContext | None, silu: bool, chosen: Kernels, dy: Any
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of x [B, T, D], weight and bias, of a forward that kept nothing: its halo is fetched again."""
+    x, weight, bias = given
+    width, rows = weight.shape[1], x.flatten(0, 1)
+    places = _places(x, width, offsets, context, chosen.arch)
+    halo = None if context is None else context.halo(width)
+    arrived = rows[:0] if halo is None else halo.fetch(rows)
+    inputs = Inputs.of(rows, arrived, weight, bias, places, silu, chosen.arch)
+    dx, *parameters = _like(_gradients(inputs, halo, dy.flatten(0, 1)), weight, bias)
+    assert dx is not None
+    return dx.view(x.shape), *parameters
+
+
+convolve_with(Convolution(causal_conv1d, _differentiate))
 
 
 def _cast(

@@ -11,12 +11,13 @@ backward of an eager call; where torch has a part in the forward, that is run ag
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashqla_cp import fused_grad
-from flashqla_cp.bound import Bound, bind, kernels_for
+from flashqla_cp.bound import Bound, bind, conv_kernels_for, kernels_for
 from flashqla_cp.chains import Kept, Local
 from flashqla_cp.fused import documents_of
 from flashqla_cp.opaque import again, apart, copied, fake_copied, fake_filled, filled, wide
@@ -31,8 +32,9 @@ OPTIONS = (
 )
 RULE = f"({GIVEN}, {OPTIONS}) -> (Tensor o, Tensor final_state, Tensor[] kept)"
 RULE_GRAD = f"({GIVEN}, {OPTIONS}, Tensor? do, Tensor? dfinal, Tensor[] kept, bool wants_initial) -> Tensor[]"
-CONV = "(Tensor x, Tensor weight, Tensor? bias, Tensor? offsets, Tensor? handle, bool silu) -> (Tensor y, Tensor kept)"
-CONV_GRAD = "(Tensor x, Tensor weight, Tensor? bias, Tensor kept, Tensor? handle, bool silu, Tensor dy) -> Tensor[]"
+CONV_GIVEN, CONV_OPTIONS = "Tensor x, Tensor weight, Tensor? bias", "Tensor? handle, bool silu, str backend"
+CONV = f"({CONV_GIVEN}, Tensor? offsets, {CONV_OPTIONS}, bool trains) -> (Tensor y, Tensor kept)"
+CONV_GRAD = f"({CONV_GIVEN}, Tensor kept, {CONV_OPTIONS}, Tensor dy) -> Tensor[]"
 PADDING = "(Tensor like, Tensor handle) -> Tensor"
 NUM_GIVEN = 8  # of the op's tensors that have gradients
 
@@ -175,54 +177,79 @@ def _differentiate_rule(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor 
     return *grads, *[None] * (2 + len(ctx.options))
 
 
-_convolve: Callable[..., tuple[torch.Tensor, None]] | None = None
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """causal_conv1d, and its gradients on kernels: (x, weight, bias), cu_seqlens, context, silu, kernels, dy -> of the
+    three."""
+
+    run: Callable[..., tuple[torch.Tensor, None]]
+    differentiate: Callable[..., Sequence[torch.Tensor | None]]
 
 
-def convolve_with(run: Callable[..., tuple[torch.Tensor, None]]) -> None:
-    """Make this the convolution that the operator runs: causal_conv1d, whose module stands above this one."""
-    global _convolve
-    _convolve = run
+_convolution: Convolution | None = None
+
+
+def convolve_with(convolution: Convolution) -> None:
+    """Make this the convolution that the operator runs; its module stands above this one."""
+    global _convolution
+    _convolution = convolution
+
+
+def _given_convolution() -> Convolution:
+    assert _convolution is not None, "conv.py has given it"
+    return _convolution
 
 
 def _conv(
-    given: Sequence[torch.Tensor | None], offsets: torch.Tensor | None, handle: torch.Tensor | None, silu: bool
+    given: Sequence[torch.Tensor | None],
+    offsets: torch.Tensor | None,
+    handle: torch.Tensor | None,
+    silu: bool,
+    backend: str,
 ) -> tuple[torch.Tensor, None]:
-    assert _convolve is not None, "conv.py has given its function"
-    context = None if handle is None else context_of(handle)
-    return _convolve(*given, "silu" if silu else None, cu_seqlens=offsets, cp_context=context)
+    context, activation = None if handle is None else context_of(handle), "silu" if silu else None
+    return _given_convolution().run(*given, activation, cu_seqlens=offsets, cp_context=context, backend=backend)
 
 
 def _run_conv(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *given, offsets, handle, silu = arguments
+    *given, offsets, handle, silu, backend, _ = arguments
     offsets = copied(offsets)
     with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
-        y, _ = _conv(given, offsets, handle, silu)
+        y, _ = _conv(given, offsets, handle, silu, backend)
     return apart([y], given)[0], y.new_empty(0, dtype=torch.int32) if offsets is None else offsets
 
 
 def _fake_conv(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    x, *_, offsets, _, _ = arguments
+    x, weight, _, offsets, _, _, backend, trains = arguments
+    conv_kernels_for(backend, x, weight, trains)  # refused here, not in the backward
     return x.new_empty(x.shape), fake_copied(offsets, x)
 
 
 def _run_conv_grad(*arguments: Any) -> list[torch.Tensor]:
-    *given, kept, handle, silu, dy = arguments
-    offsets = kept if len(kept) else None
-    with torch.autocast(given[0].device.type, enabled=False):
-        found = again(lambda own: _conv(own, offsets, handle, silu), given, (dy, None))
+    x, weight, bias, kept, handle, silu, backend, dy = arguments
+    given, offsets = (x, weight, bias), kept if len(kept) else None
+    found: Sequence[torch.Tensor | None]
+    with torch.autocast(x.device.type, enabled=False):
+        kernels = conv_kernels_for(backend, x, weight, True)
+        if kernels is None:
+            found = again(lambda own: _conv(own, offsets, handle, silu, backend), given, (dy, None))
+        else:
+            context = None if handle is None else context_of(handle)
+            with torch.no_grad():
+                found = _given_convolution().differentiate(given, offsets, context, silu, kernels, dy)
     return filled(found, given)
 
 
 def _keep_conv(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:
-    *given, _, handle, ctx.silu = inputs
+    *given, _, handle, ctx.silu, ctx.backend, _ = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(*given, output[1], handle)
 
 
 def _differentiate_conv(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    found = torch.ops.flashqla_cp.causal_conv1d_grad(*ctx.saved_tensors, ctx.silu, dy)
+    found = torch.ops.flashqla_cp.causal_conv1d_grad(*ctx.saved_tensors, ctx.silu, ctx.backend, dy)
     grads = (dx if wanted else None for dx, wanted in zip(found, ctx.needs_input_grad[:3], strict=True))
-    return *grads, None, None, None
+    return *grads, None, None, None, None, None
 
 
 def _run_padding(like: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

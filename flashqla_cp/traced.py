@@ -69,12 +69,14 @@ def traced_conv(
     silu: bool,
     offsets: Any,
     context: CPContext | None,
+    backend: str,
 ) -> torch.Tensor:
     """y of causal_conv1d, all but shapes checked when the graph runs."""
     for name, tensor in (("x", x), ("weight", weight), ("bias", bias)):
         _check(tensor, name)
     documents = _documents(offsets, context)
-    return torch.ops.flashqla_cp.causal_conv1d(x, weight, bias, *documents, silu)[0]
+    trains = wants_gradients((x, weight, bias))
+    return torch.ops.flashqla_cp.causal_conv1d(x, weight, bias, *documents, silu, backend, trains)[0]
 
 
 def padding_rows(

@@ -209,7 +209,9 @@ def test_the_rules_of_operators() -> None:
         torch.ops.flashqla_cp.gated_delta_rule.default, (*x.values(), *extra, torch.tensor(OFFSETS), None, *options)
     )
     conv = [torch.randn(*shape, requires_grad=True) for shape in ((1, TOKENS, 6), (6, 4), (6,))]
-    torch.library.opcheck(torch.ops.flashqla_cp.causal_conv1d.default, (*conv, torch.tensor(OFFSETS), None, True))
+    torch.library.opcheck(
+        torch.ops.flashqla_cp.causal_conv1d.default, (*conv, torch.tensor(OFFSETS), None, True, "torch", True)
+    )
 
 
 def test_what_is_refused() -> None:
@@ -217,6 +219,8 @@ def test_what_is_refused() -> None:
     run = compiled(chunk_gated_delta_rule)
     with pytest.raises(Exception, match="cu_seqlens: ends at 99, past the 70 tokens there are"):
         run(**x, cu_seqlens=torch.tensor([0, 99]))
+    with pytest.raises(Exception, match='backend: "tilelang" cannot run here'):
+        compiled(causal_conv1d)(torch.randn(1, TOKENS, 6), torch.randn(6, 4), backend="tilelang")
     with pytest.raises(Exception, match="recompute: got 'all'"):
         run(**x, recompute="all")
     with pytest.raises(Exception, match="v: expected \\[B, T\\] = \\[1, 70\\] in front"):
