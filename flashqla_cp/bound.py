@@ -24,7 +24,7 @@ from flashqla_cp.checks import (
 )
 from flashqla_cp.fused import Call
 from flashqla_cp.gate import floor_gate, l2_normalize, log_decay, write_strength
-from flashqla_cp.kernels.backend import ConvSizes, Kernels, Sizes, select
+from flashqla_cp.kernels.backend import Kernels, Sizes, select
 from flashqla_cp.kernels.reference import chunked
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.headwise import Headwise
@@ -134,13 +134,6 @@ def kernels_for(backend: str, q: torch.Tensor, v: torch.Tensor, trains: bool) ->
         dtype=q.dtype, num_heads=q.shape[2], num_v_heads=v.shape[2], head_k_dim=q.shape[3], head_v_dim=v.shape[3]
     )
     return select(backend, q.device, needs_grad=trains, sizes=sizes)
-
-
-def conv_kernels_for(backend: str, x: torch.Tensor, weight: torch.Tensor, trains: bool) -> Kernels | None:
-    """The same for a call of the convolution. What fp64 is for needs no kernel."""
-    backend = "torch" if backend == "auto" and x.dtype == torch.float64 else backend
-    sizes = ConvSizes(dtype=x.dtype, width=weight.shape[1])
-    return select(backend, x.device, needs_grad=trains, sizes=sizes)
 
 
 def _run_prepared(bound: Bound) -> tuple[torch.Tensor, torch.Tensor | None]:

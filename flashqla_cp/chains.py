@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,6 +13,8 @@ from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved
 from flashqla_cp.kernels.host.tables import Tables, stream_of, to_device
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
+
+MOST_PARTS = 4  # launches of a stage that the chains of a rank may be split into
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -33,7 +36,8 @@ class Local:
 
     exit_rows: carried rows of the states that leave; front_rows: of the gradients that do. entry_row, exit_row: rows of
     chains among the known states (of documents that begin here, or gradients of those that end here) followed by those
-    that arrive; known_entry and known_exit have the known ones only, arriving_exit the others.
+    that arrive; known_entry and known_exit have the known ones only, arriving_exit the others. early, late: the tables
+    by runs of chains, those that need no state of another rank and all others.
     """
 
     program: Program
@@ -45,6 +49,8 @@ class Local:
     exit_row: torch.Tensor
     known_exit: torch.Tensor
     arriving_exit: torch.Tensor
+    early: tuple[Tables, ...]
+    late: tuple[Tables, ...]
 
     @classmethod
     @torch.inference_mode(False)
@@ -73,6 +79,7 @@ class Local:
         )
         exits = tables.rows_of(length, emits).cumsum(0) - 1
         behind = tables.rows_of(length, receives)
+        early, late = _by_need(tables, length, receives) if program.exchange is not None else ((), (tables,))
         fronts = behind.cumsum(0) - behind
         entry_row, begun = program.entry_row.int(), program.entries.shape[1]
         exit_row, ended = program.exit_row.int(), program.exits.shape[1]
@@ -86,7 +93,27 @@ class Local:
             exit_row=exit_row,
             known_exit=torch.where(exit_row < ended, exit_row, -1),
             arriving_exit=torch.where(exit_row < ended, -1, exit_row),
+            early=early,
+            late=late,
         )
+
+
+def _by_need(
+    tables: Tables, length: torch.Tensor, receives: torch.Tensor
+) -> tuple[tuple[Tables, ...], tuple[Tables, ...]]:
+    """The tables of chains that receive nothing and of those that do: a launch each that works on a part of the
+    device. So all are one where the former are few tokens, or where chains of both kinds alternate often."""
+    parts: tuple[list[Tables], list[Tables]] = ([], [])
+    ends = tables.pieces_of(length).cumsum(0).tolist()
+    first = 0
+    for kind, run in itertools.groupby(range(len(ends)), lambda chain: int(receives[chain])):
+        end = ends[list(run)[-1]]
+        parts[kind].append(replace(tables, segments=tables.segments[first:end]))
+        first = end
+    waiting = int(length[receives.bool()].sum())
+    if 4 * waiting > 3 * int(length.sum()) or len(parts[0]) + len(parts[1]) > MOST_PARTS:
+        return (), (tables,)
+    return tuple(parts[0]), tuple(parts[1])
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -7,21 +7,22 @@ offsets there, in each call, or from a context, once. The torch backend has a ta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from flashqla_cp.bound import conv_kernels_for, wants_gradients
+from flashqla_cp.bound import wants_gradients
 from flashqla_cp.checks import as_parameter, as_tensor, check_conv_inputs, offsets_left_on, read_documents
 from flashqla_cp.fused import documents_of
 from flashqla_cp.kernels.arch import Arch
-from flashqla_cp.kernels.backend import Kernels
+from flashqla_cp.kernels.backend import ConvSizes, Kernels, select
 from flashqla_cp.kernels.host import causal_conv as kernels
-from flashqla_cp.kernels.host.causal_conv import Inputs, Places
+from flashqla_cp.kernels.host.causal_conv import Fronts, Inputs, Places
 from flashqla_cp.kernels.reference import causal_conv
 from flashqla_cp.kernels.reference.causal_conv import ConvTable
-from flashqla_cp.library import Convolution, convolve_with
+from flashqla_cp.library import convolve_with
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.halo import Halo
 from flashqla_cp.traced import traced_conv
@@ -60,26 +61,103 @@ def causal_conv1d(
     if torch.compiler.is_compiling():
         check_conv_inputs(x, weight, activation, None)
         return traced_conv(x, weight, bias, activation is not None, cu_seqlens, cp_context, backend), None
+    given, routes = bind_conv(x, weight, bias, activation, cu_seqlens, cp_context, backend)
+    y = CausalConv.apply(given[0].flatten(0, 1), *given[1:], routes)
+    return y.view(given[0].shape), None
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Routes:
+    """Where a call finds the rows that a token reads: `places` on kernels of an arch, or a table of the torch backend.
+
+    halo: rows of other ranks, None without a context. silu: whether it is the activation.
+    """
+
+    halo: Halo | None
+    silu: bool
+    arch: Arch | None = None
+    places: Places | None = None
+    table: ConvTable | None = None
+
+    def fetch(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows [arrived, D] in front of fragments, from other ranks. x: token rows [T, D]."""
+        return x[:0] if self.halo is None else self.halo.fetch(x)
+
+    def forward(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
+    ) -> torch.Tensor:
+        """y [T, D]."""
+        if self.places is not None and self.arch is not None:
+            return kernels.causal_conv(Inputs.of(x, arrived, weight, bias, self.places, self.silu, self.arch))
+        assert self.table is not None
+        return causal_conv.forward(*_cast(x, arrived, weight, bias), self.table, self.silu).to(x.dtype)
+
+    def backward(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        arrived: torch.Tensor,
+        dy: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Gradients of x, weight and bias; those of rows that arrived travel back."""
+        if self.places is not None and self.arch is not None:
+            given = Inputs.of(x, arrived, weight, bias, self.places, self.silu, self.arch)
+            dx, dhalo, dweight, dbias = _gradients_on_kernels(given, self.places.fronts, kernels.readable_rows(dy))
+        else:
+            assert self.table is not None
+            operands = _cast(x, arrived, weight, bias)
+            dx, dhalo, dweight, dbias = causal_conv.backward(*operands, self.table, self.silu, dy.to(operands[0].dtype))
+        if self.halo is not None:
+            dx = self.halo.return_gradient(dx, dhalo)
+        return dx.to(x.dtype), dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
+
+
+def bind_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    cu_seqlens: torch.Tensor | None,
+    cp_context: CPContext | None,
+    backend: str,
+    trains: bool | None = None,
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], Routes]:
+    """Check the arguments of causal_conv1d and decide what runs it. -> x, weight, bias as tensors, and the routes.
+
+    trains: whether gradients will be wanted, None to look for oneself.
+    """
     x = as_tensor(x, "x")
     weight = as_tensor(weight, "weight")
     check_conv_inputs(x, weight, activation, cp_context)
     as_parameter(weight, "weight", tuple(weight.shape), x.device)
     bias = as_parameter(bias, "bias", tuple(weight.shape[:1]), x.device)
     width, silu = weight.shape[1], activation is not None
-    chosen = conv_kernels_for(backend, x, weight, wants_gradients((x, weight, bias)))
+    chosen = _kernels(backend, x, weight, wants_gradients((x, weight, bias)) if trains is None else trains)
+    halo = table = places = None
     if chosen is not None:
         places = _places(x, width, cu_seqlens, cp_context, chosen.arch)
-        halo = None if cp_context is None else cp_context.halo(width)
-        y = CausalConvOnKernels.apply(x.flatten(0, 1), weight, bias, halo, places, silu, chosen.arch)
-        return y.view(x.shape), None
-    offsets = read_documents(x, "x", cu_seqlens, None, cp_context)
-    halo = None
-    if cp_context is not None:
-        halo, table = cp_context.halo(width), _context_table(cp_context, width, x.device)
     else:
-        table = _document_table(offsets, x.shape[0] * x.shape[1], width, x.device)
-    y = CausalConv.apply(x.flatten(0, 1), weight, bias, halo, table, silu)
-    return y.view(x.shape), None
+        offsets = read_documents(x, "x", cu_seqlens, None, cp_context)
+        if cp_context is None:
+            table = _document_table(offsets, x.shape[0] * x.shape[1], width, x.device)
+        else:
+            table = _context_table(cp_context, width, x.device)
+    if cp_context is not None:
+        halo = cp_context.halo(width)
+    arch = None if chosen is None else chosen.arch
+    return (x, weight, bias), Routes(halo=halo, silu=silu, arch=arch, places=places, table=table)
+
+
+def _kernels(backend: str, x: torch.Tensor, weight: torch.Tensor, trains: bool) -> Kernels | None:
+    """The kernels that run this call, or None for the torch backend."""
+    if backend == "auto" and x.dtype == torch.float64:
+        backend = "torch"  # what fp64 is for needs no kernel
+    sizes = ConvSizes(dtype=x.dtype, width=weight.shape[1])
+    return select(backend, x.device, needs_grad=trains, sizes=sizes)
+
+
+convolve_with(bind_conv)
 
 
 class CausalConv(torch.autograd.Function):
@@ -87,111 +165,45 @@ class CausalConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        halo: Halo | None,
-        table: ConvTable,
-        silu: bool,
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, routes: Routes
     ) -> torch.Tensor:
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        arrived = x[:0] if halo is None else halo.fetch(x)
-        ctx.save_for_backward(x, weight, bias, arrived)
-        ctx.halo, ctx.table, ctx.silu, ctx.dtype = halo, table, silu, dtype
-        operands = _cast(dtype, x, arrived, weight, bias)
-        return causal_conv.forward(*operands, table, silu).to(x.dtype)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        x, weight, bias, arrived = ctx.saved_tensors
-        operands = _cast(ctx.dtype, x, arrived, weight, bias)
-        dx, dhalo, dweight, dbias = causal_conv.backward(*operands, ctx.table, ctx.silu, dy.to(ctx.dtype))
-        if ctx.halo is not None:
-            dx = ctx.halo.return_gradient(dx, dhalo)
-        return (
-            dx.to(x.dtype),
-            dweight.to(weight.dtype),
-            None if bias is None else dbias.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
-
-
-class CausalConvOnKernels(torch.autograd.Function):
-    """The same on kernels."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        halo: Halo | None,
-        places: Places,
-        silu: bool,
-        arch: Arch,
-    ) -> torch.Tensor:
-        arrived = x[:0] if halo is None else halo.fetch(x)
-        ctx.save_for_backward(x, weight, bias, arrived, places.places)
-        ctx.halo, ctx.fronts, ctx.silu, ctx.arch = halo, places.fronts, silu, arch
-        return kernels.causal_conv(Inputs.of(x, arrived, weight, bias, places, silu, arch))
+        arrived = routes.fetch(x)
+        table = None if routes.places is None else routes.places.places
+        ctx.save_for_backward(x, weight, bias, arrived, table)
+        ctx.routes = routes if table is None else _with_places(routes, table[:0])  # for checkpointing to let go
+        return routes.forward(x, weight, bias, arrived)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, bias, arrived, table = ctx.saved_tensors
-        places = Places(places=table, fronts=ctx.fronts)
-        found = _gradients(Inputs.of(x, arrived, weight, bias, places, ctx.silu, ctx.arch), ctx.halo, dy)
-        return *_like(found, weight, bias), None, None, None, None
+        routes = ctx.routes if table is None else _with_places(ctx.routes, table)
+        return *routes.backward(x, weight, bias, arrived, dy), None
 
 
-def _gradients(given: Inputs, halo: Halo | None, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """dx [T, D] in x's dtype, dweight and dbias in fp32; dy [T, D]."""
-    dy = kernels.readable_rows(dy)
+def _with_places(routes: Routes, table: torch.Tensor) -> Routes:
+    assert routes.places is not None
+    return replace(routes, places=replace(routes.places, places=table))
+
+
+def _gradients_on_kernels(
+    given: Inputs, fronts: Fronts | None, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx [T, D], of the rows that arrived, dweight, dbias."""
     dx, dweight, dbias = kernels.causal_conv_grad(given, dy)
     dhalo = torch.empty(0, dx.shape[1], dtype=torch.float32, device=dx.device)
-    fronts = given.places.fronts
     if fronts is not None:
         dhalo, dlocal = kernels.conv_halo_grad(given, dy, fronts)
         dx.index_copy_(0, fronts.local, (dx.index_select(0, fronts.local) + dlocal).to(dx.dtype))
-    if halo is not None:
-        dx = halo.return_gradient(dx, dhalo)
-    return dx, dweight, dbias
-
-
-def _like(
-    found: Sequence[torch.Tensor], weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients in the parameters' dtypes."""
-    dx, dweight, dbias = found
-    return dx, dweight.to(weight.dtype), None if bias is None else dbias.to(bias.dtype)
-
-
-def _differentiate(
-    given: Sequence[Any], offsets: torch.Tensor | None, context: CPContext | None, silu: bool, chosen: Kernels, dy: Any
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of x [B, T, D], weight and bias, of a forward that kept nothing: its halo is fetched again."""
-    x, weight, bias = given
-    width, rows = weight.shape[1], x.flatten(0, 1)
-    places = _places(x, width, offsets, context, chosen.arch)
-    halo = None if context is None else context.halo(width)
-    arrived = rows[:0] if halo is None else halo.fetch(rows)
-    inputs = Inputs.of(rows, arrived, weight, bias, places, silu, chosen.arch)
-    dx, *parameters = _like(_gradients(inputs, halo, dy.flatten(0, 1)), weight, bias)
-    assert dx is not None
-    return dx.view(x.shape), *parameters
-
-
-convolve_with(Convolution(causal_conv1d, _differentiate))
+    return dx, dhalo, dweight, dbias
 
 
 def _cast(
-    dtype: torch.dtype, x: torch.Tensor, halo: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor, arrived: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    return x.to(dtype), halo.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    """In the dtype that torch computes in."""
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return x.to(dtype), arrived.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
 def _places(x: torch.Tensor, width: int, cu_seqlens: Any, context: CPContext | None, arch: Arch) -> Places:

@@ -1,17 +1,17 @@
 """The op's forward on kernels: the stages in order, where kernels and ranks meet.
 
-    tables, gate_cumsum, solve, summary, [chain_maps, send, receive], affine_chain, forward
+    tables, gate_cumsum, solve, summary, [chain_maps, send, forward of some, receive], affine_chain, forward
 
 The bracketed stages exist only where documents were cut between ranks. A document is a chain; a device cuts long chains
 into segments, whose maps it chains, so that all its multiprocessors work. A rank's fragments are chains too: their maps
 are chains of the same segments' maps, so context parallelism adds the chain and the exchange, and no second pass over
-tokens. Without it nothing here knows of a rank's final_correction. Whether a head has forgotten its entry state is
-decided on the device; nothing is read back from it.
+tokens; fragments that receive no state run to their end behind the exchange. Without it nothing here knows of a rank's
+final_correction. Whether a head has forgotten its entry state is decided on the device; nothing is read back from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -207,22 +207,36 @@ def forward_sharded(
     """As forward, for this rank's tokens; states count the documents of the whole stream."""
     local = Local.of(context, x, processors)
     program, tables = local.program, local.tables
-    kept = prepare_sharded(x, local, initial)
     if not tables.num_chains:
-        return torch.zeros_like(x.v), passed_on(x, program, initial) if final else None, kept
+        return (
+            torch.zeros_like(x.v),
+            passed_on(x, program, initial) if final else None,
+            prepare_sharded(x, local, initial),
+        )
     fill = torch.empty_like if program.covered is None else torch.zeros_like
     o = fill(x.v, memory_format=torch.contiguous_format)
     heads, width = x.v.shape[1], x.q.shape[2]
     exits = x.numbers(tables.num_chains, heads, width, width) if final else None
-    _finish(x, kept, scale, o, exits)
+
+    def finish(kept: Kept, parts: Sequence[Tables]) -> None:
+        for part in parts:
+            _finish(x, replace(kept, tables=part), scale, o, exits)
+
+    kept = prepare_sharded(x, local, initial, lambda known: finish(known, local.early))
+    finish(kept, local.late)
     if exits is None:
         return o, None, kept
     states = passed_on(x, program, initial)
     return o, states.index_copy_(0, program.exits[1], exits.index_select(0, program.exits[0])), kept
 
 
-def prepare_sharded(x: Inputs, local: Local, initial: torch.Tensor | None) -> Kept:
-    """As prepare, for this rank's tokens, if any: the exchange included, in which every rank takes part."""
+def prepare_sharded(
+    x: Inputs, local: Local, initial: torch.Tensor | None, meanwhile: Callable[[Kept], None] | None = None
+) -> Kept:
+    """As prepare, for this rank's tokens, if any: the exchange included, in which every rank takes part.
+
+    meanwhile: work behind the exchange, given what is known before it: all that chains need which receive no state.
+    """
     program, tables = local.program, local.tables
     if not tables.num_chains:
         kept = Kept(tables=tables)
@@ -237,7 +251,11 @@ def prepare_sharded(x: Inputs, local: Local, initial: torch.Tensor | None) -> Ke
     maps = kernels.summary(x, solved, tables, entered=entered) if tables.divided else None
     entries = None if own is None else Entries(values=own, row=local.known_entry)
     if program.exchange is not None and maps is not None:
-        arrived = _send(x, local, maps, entries).wait()
+        carried, pending = _send(x, local, maps, entries)
+        if meanwhile is not None:
+            known = Maps(boundary=carried, correction=maps.correction, corrects=maps.corrects)
+            meanwhile(Kept(tables=tables, solved=solved, maps=known, entries=entries))
+        arrived = pending.wait()
         exchanged = arrived.kept
         values = joined(x, own, program.entries.shape[1], arrived.states.mT.contiguous())
         entries = Entries(values=values, row=local.entry_row)
@@ -254,8 +272,9 @@ def joined(x: Inputs, known: torch.Tensor | None, count: int, arrived: torch.Ten
     return torch.cat([known, arrived])
 
 
-def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None) -> PendingStates:
-    """Start to bring the states in front of the fragments that go on with a document."""
+def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None) -> tuple[torch.Tensor, PendingStates]:
+    """Start to bring the states in front of the fragments that go on with a document. -> the states behind segments
+    here, as far as they are known yet."""
     program = local.program
     assert program.exchange is not None
     if len(program.interior.index):
@@ -265,7 +284,7 @@ def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None) -> Pending
         carried = kernels.affine_chain(x, maps, local.tables, known, apart=True)
         correction = maps.correction[:0]
     boundary = carried.mT.index_select(0, local.exit_rows)
-    return program.exchange.forward(boundary, correction)
+    return carried, program.exchange.forward(boundary, correction)
 
 
 def passed_on(x: Inputs, program: Program, initial: torch.Tensor | None) -> torch.Tensor:

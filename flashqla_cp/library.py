@@ -11,13 +11,12 @@ backward of an eager call; where torch has a part in the forward, that is run ag
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from flashqla_cp import fused_grad
-from flashqla_cp.bound import Bound, bind, conv_kernels_for, kernels_for
+from flashqla_cp.bound import Bound, bind, kernels_for
 from flashqla_cp.chains import Kept, Local
 from flashqla_cp.fused import documents_of
 from flashqla_cp.opaque import again, apart, copied, fake_copied, fake_filled, filled, wide
@@ -32,9 +31,11 @@ OPTIONS = (
 )
 RULE = f"({GIVEN}, {OPTIONS}) -> (Tensor o, Tensor final_state, Tensor[] kept)"
 RULE_GRAD = f"({GIVEN}, {OPTIONS}, Tensor? do, Tensor? dfinal, Tensor[] kept, bool wants_initial) -> Tensor[]"
-CONV_GIVEN, CONV_OPTIONS = "Tensor x, Tensor weight, Tensor? bias", "Tensor? handle, bool silu, str backend"
-CONV = f"({CONV_GIVEN}, Tensor? offsets, {CONV_OPTIONS}, bool trains) -> (Tensor y, Tensor kept)"
-CONV_GRAD = f"({CONV_GIVEN}, Tensor kept, {CONV_OPTIONS}, Tensor dy) -> Tensor[]"
+CONV_GIVEN = "Tensor x, Tensor weight, Tensor? bias"
+CONV = (
+    f"({CONV_GIVEN}, Tensor? offsets, Tensor? handle, bool silu, str backend, bool trains) -> (Tensor y, Tensor[] kept)"
+)
+CONV_GRAD = f"({CONV_GIVEN}, Tensor? handle, bool silu, str backend, Tensor[] kept, Tensor dy) -> Tensor[]"
 PADDING = "(Tensor like, Tensor handle) -> Tensor"
 NUM_GIVEN = 8  # of the op's tensors that have gradients
 
@@ -177,27 +178,13 @@ def _differentiate_rule(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor 
     return *grads, *[None] * (2 + len(ctx.options))
 
 
-@dataclass(frozen=True, slots=True)
-class Convolution:
-    """causal_conv1d, and its gradients on kernels: (x, weight, bias), cu_seqlens, context, silu, kernels, dy -> of the
-    three."""
-
-    run: Callable[..., tuple[torch.Tensor, None]]
-    differentiate: Callable[..., Sequence[torch.Tensor | None]]
+_bind_conv: Callable[..., tuple[Sequence[Any], Any]] | None = None
 
 
-_convolution: Convolution | None = None
-
-
-def convolve_with(convolution: Convolution) -> None:
-    """Make this the convolution that the operator runs; its module stands above this one."""
-    global _convolution
-    _convolution = convolution
-
-
-def _given_convolution() -> Convolution:
-    assert _convolution is not None, "conv.py has given it"
-    return _convolution
+def convolve_with(bind: Callable[..., tuple[Sequence[Any], Any]]) -> None:
+    """Make this what checks a convolution and says how it runs: bind_conv, whose module stands above this one."""
+    global _bind_conv
+    _bind_conv = bind
 
 
 def _conv(
@@ -206,50 +193,54 @@ def _conv(
     handle: torch.Tensor | None,
     silu: bool,
     backend: str,
-) -> tuple[torch.Tensor, None]:
-    context, activation = None if handle is None else context_of(handle), "silu" if silu else None
-    return _given_convolution().run(*given, activation, cu_seqlens=offsets, cp_context=context, backend=backend)
+    trains: bool,
+) -> tuple[list[Any], Any]:
+    """Token rows, weight and bias, and the routes of a call."""
+    assert _bind_conv is not None, "conv.py has given its function"
+    context = None if handle is None else context_of(handle)
+    (x, *shared), routes = _bind_conv(*given, "silu" if silu else None, offsets, context, backend, trains)
+    return [x.flatten(0, 1), *shared], routes
 
 
-def _run_conv(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    *given, offsets, handle, silu, backend, _ = arguments
+def _run_conv(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    *given, offsets, handle, silu, backend, trains = arguments
     offsets = copied(offsets)
     with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
-        y, _ = _conv(given, offsets, handle, silu, backend)
-    return apart([y], given)[0], y.new_empty(0, dtype=torch.int32) if offsets is None else offsets
+        tensors, routes = _conv(given, offsets, handle, silu, backend, trains)
+        arrived = routes.fetch(tensors[0])
+        y = routes.forward(*tensors, arrived).view(given[0].shape)
+    kept_offsets = y.new_empty(0, dtype=torch.int32) if offsets is None else offsets
+    y, arrived = apart((y, arrived if trains else arrived[:0]), given)
+    return y, [kept_offsets, arrived.clone() if not arrived.numel() else arrived]
 
 
-def _fake_conv(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    x, weight, _, offsets, _, _, backend, trains = arguments
-    conv_kernels_for(backend, x, weight, trains)  # refused here, not in the backward
-    return x.new_empty(x.shape), fake_copied(offsets, x)
+def _fake_conv(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    x, *_, offsets, handle, _, _, trains = arguments
+    arrived = torch.library.get_ctx().new_dynamic_size() if handle is not None and trains else 0
+    return x.new_empty(x.shape), [fake_copied(offsets, x), x.new_empty(arrived, x.shape[2])]
 
 
 def _run_conv_grad(*arguments: Any) -> list[torch.Tensor]:
-    x, weight, bias, kept, handle, silu, backend, dy = arguments
-    given, offsets = (x, weight, bias), kept if len(kept) else None
-    found: Sequence[torch.Tensor | None]
-    with torch.autocast(x.device.type, enabled=False):
-        kernels = conv_kernels_for(backend, x, weight, True)
-        if kernels is None:
-            found = again(lambda own: _conv(own, offsets, handle, silu, backend), given, (dy, None))
-        else:
-            context = None if handle is None else context_of(handle)
-            with torch.no_grad():
-                found = _given_convolution().differentiate(given, offsets, context, silu, kernels, dy)
-    return filled(found, given)
+    *given, handle, silu, backend, kept, dy = arguments
+    offsets, arrived = kept
+    with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+        tensors, routes = _conv(given, offsets if len(offsets) else None, handle, silu, backend, True)
+        dx, *shared = routes.backward(*tensors, arrived, dy.flatten(0, 1))
+    return filled((dx.view(given[0].shape), *shared), given)
 
 
-def _keep_conv(ctx: Any, inputs: Sequence[Any], output: Sequence[torch.Tensor]) -> None:
-    *given, _, handle, ctx.silu, ctx.backend, _ = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*given, output[1], handle)
+def _keep_conv(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
+    *given, _, handle, silu, backend, _ = inputs
+    ctx.options = silu, backend
+    ctx.mark_non_differentiable(*output[1])
+    ctx.save_for_backward(*given, handle, *output[1])
 
 
 def _differentiate_conv(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    found = torch.ops.flashqla_cp.causal_conv1d_grad(*ctx.saved_tensors, ctx.silu, ctx.backend, dy)
+    given, (handle, *kept) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+    found = torch.ops.flashqla_cp.causal_conv1d_grad(*given, handle, *ctx.options, kept, dy)
     grads = (dx if wanted else None for dx, wanted in zip(found, ctx.needs_input_grad[:3], strict=True))
-    return *grads, None, None, None, None, None
+    return *grads, *[None] * 5
 
 
 def _run_padding(like: torch.Tensor, handle: torch.Tensor) -> torch.Tensor:

@@ -120,9 +120,13 @@ class Tables:
     def rows_of(self, length: torch.Tensor, more: torch.Tensor) -> torch.Tensor:
         """Carried rows of chains of known lengths, as the table kernel counts them: of states, where `more` says
         which chains emit, or of gradients, where it says which receive."""
-        chunks = (length + CHUNK - 1) // CHUNK
-        pieces = (chunks + self.most - 1) // self.most
+        pieces = self.pieces_of(length)
         return torch.where(pieces > 0, pieces - 1 + more, 0)
+
+    def pieces_of(self, length: torch.Tensor) -> torch.Tensor:
+        """Segments of chains of known lengths, as the table kernel counts them."""
+        chunks = (length + CHUNK - 1) // CHUNK
+        return (chunks + self.most - 1) // self.most
 
 
 def tables_of_batch(

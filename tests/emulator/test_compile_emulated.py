@@ -1,10 +1,12 @@
-"""torch.compile of the op on kernels: the operator keeps for its backward what an eager call keeps, bit for bit."""
+"""torch.compile on kernels: the operators keep for their backward what eager calls keep, and give the same bits."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.distributed as dist
+from conv_cases import OFFSETS as OFFSETS_OF_CONV
+from conv_cases import Conv
 from grad_cases import finely, leaves_of, upstream
 from plain_stages import STAGES
 from test_grad_host import DIM, packed, plain
@@ -12,7 +14,7 @@ from test_grad_on_ranks import CASES, STATES
 from test_op_emulated import OFFSETS, emulation, inputs_of
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flashqla_cp import build_cp_context, chunk_gated_delta_rule
+from flashqla_cp import GatedDeltaNet, build_cp_context, causal_conv1d, chunk_gated_delta_rule
 from flashqla_cp.kernels.host.memory import RECOMPUTE
 from flashqla_cp.parallel.comm import record_collectives
 from flashqla_cp.testing.spawn import run_ranks
@@ -131,4 +133,60 @@ def _on_rank(rank, offsets, layout, gates, exchange, fullgraph):
 def test_ranks(case, fullgraph):
     ranks, *arguments = CASES[case]
     for same in run_ranks(_on_rank, ranks, *arguments, fullgraph, timeout=600.0):
+        assert all(same), same
+
+
+@pytest.mark.parametrize("offsets", (OFFSETS_OF_CONV, None))
+def test_the_convolution(offsets):
+    case = Conv(channels=24, offsets=offsets)
+    given, dy = case.draw()
+    found, stages = [], []
+    for run in (causal_conv1d, torch.compile(causal_conv1d, fullgraph=True, backend="aot_eager")):
+        leaves = [x.detach().requires_grad_() for x in given]
+        cu = None if offsets is None else torch.tensor(offsets)
+        with emulation("sm_90a", races=False) as launched:
+            y, _ = run(*leaves, "silu", cu, None, "tilelang")
+            found.append([y.detach(), *torch.autograd.grad(y, leaves, dy)])
+        stages.append({spec.stage for spec, _ in launched})
+    assert all(map(torch.equal, *found))
+    assert "causal_conv_grad" in stages[1] and stages[1] - stages[0] <= {"conv_places"}
+
+
+@pytest.mark.slow
+def test_the_layer():
+    """Convolution and op on kernels, in one graph."""
+    torch.manual_seed(0)
+    layer = GatedDeltaNet(64, head_dim=DIM, num_heads=1, num_v_heads=2, backend="tilelang", dtype=torch.bfloat16)
+    x, cu, found = torch.randn(1, 150, 64).bfloat16(), torch.tensor([0, 100, 140]), []
+    for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        layer.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with plain():
+            y = run(leaf, cu_seqlens=cu)
+            y.float().square().sum().backward()
+        found.append([y.detach(), leaf.grad, *(p.grad for p in layer.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+def _conv_on_rank(rank):
+    torch.set_num_threads(1)
+    case = Conv(channels=24)
+    given, dy = case.draw()
+    counter, same = CompileCounterWithBackend("aot_eager"), []
+    run = torch.compile(causal_conv1d, fullgraph=True, backend=counter)
+    for offsets in (case.offsets, (0, case.tokens)):
+        found, logs = [], []
+        for function in (causal_conv1d, run):
+            context = build_cp_context(torch.tensor(offsets), dist.group.WORLD, num_tokens=case.tokens, layout="zigzag")
+            leaves = [x.detach().requires_grad_() for x in (context.shard(given[0]), *given[1:])]
+            with emulation("sm_90a", races=False), record_collectives() as log:
+                y, _ = function(*leaves, "silu", None, context, "tilelang")
+                found.append([y.detach(), *torch.autograd.grad(y, leaves, context.shard(dy))])
+            logs.append([(record.name, record.bytes_sent) for record in log])
+        same += [*map(torch.equal, *found), logs[0] == logs[1]]
+    return [*same, counter.frame_count == 1]
+
+
+def test_the_convolution_on_ranks():
+    for same in run_ranks(_conv_on_rank, 2, timeout=600.0):
         assert all(same), same

@@ -23,7 +23,7 @@ def test_bench_on_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_steps_under_skew() -> None:
-    assert endurance.main(["skew", "--nproc", "2", "--backend", "gloo", "--steps", "60"]) == 0
+    assert endurance.main(["skew", "--nproc", "2", "--backend", "gloo", "--steps", "60", "--limit", "400"]) == 0
 
 
 def test_the_death_of_a_rank() -> None:

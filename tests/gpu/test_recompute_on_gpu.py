@@ -31,6 +31,7 @@ def test_bytes_and_gradients(final):
     found = {}
     for recompute in (RECOMPUTE[0], *RECOMPUTE):  # the first time fills caches
         given = leaves(tensors)
+        results = None  # what the last turn kept
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         results = [x for x in op(**given, output_final_state=final, recompute=recompute) if x is not None]
