@@ -102,8 +102,8 @@ def build_causal_conv(spec: KernelSpec):
             if first < tokens and group < groups:
                 window.load_taps(weight, bias, has_bias, group, taps, shift, W)
                 window.load_window(x, front, first, T.max(places[first], 0), group, rows, W)
-                for step in T.serial(RUN // AHEAD):
-                    token = T.alloc_var(i32, init=first + step * AHEAD)
+                token = T.alloc_var(i32, init=first)
+                for _ in T.serial(RUN // AHEAD):
                     steady = T.alloc_var(i32, init=1)
                     if token + AHEAD <= tokens:
                         for r in T.unroll(AHEAD):
@@ -135,5 +135,6 @@ def build_causal_conv(spec: KernelSpec):
                             if token + r < tokens:
                                 store(total, y, token + r, group, out)
                     window.keep_window(rows, AHEAD, W)
+                    token = token + AHEAD
 
     return causal_conv

@@ -187,6 +187,7 @@ def _conv_on_rank(rank):
     return [*same, counter.frame_count == 1]
 
 
+@pytest.mark.slow
 def test_the_convolution_on_ranks():
     for same in run_ranks(_conv_on_rank, 2, timeout=600.0):
         assert all(same), same

@@ -199,6 +199,15 @@ def test_the_layer_uses_them():
     assert relative_l2(y, layer(x, offsets)) <= 2e-2
 
 
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+def test_compiled_it_gives_the_bits_of_an_eager_call(backend):
+    torch._dynamo.reset()
+    run = torch.compile(causal_conv1d, fullgraph=True, backend=backend)
+    tensors, offsets = draw(), on_device(OFFSETS)
+    plain = step(*tensors, offsets, backend="tilelang")
+    assert all(map(torch.equal, plain, step(*tensors, offsets, run, backend="tilelang")))
+
+
 def test_flas_convolution_runs_on_them():
     conv = pytest.importorskip("fla.modules.convolution").causal_conv1d
     from flashqla_cp.integrations.fla import register_fla_backend, unregister_fla_backend
