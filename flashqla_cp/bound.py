@@ -78,7 +78,7 @@ def bind(
     context: CPContext | None,
     backend: str,
     recompute: str,
-    forget_below: float,
+    forget_below: float | None,
     trains: bool | None = None,
 ) -> Bound:
     """Check the arguments of chunk_gated_delta_rule, here by shorter names, and decide what runs it.
@@ -94,7 +94,7 @@ def bind(
     dt_bias = as_parameter(dt_bias, "dt_bias", (num_v_heads,), q.device)
     scale = check_scale(scale, key_dim)
     check_recompute(recompute)
-    check_forget_below(forget_below)
+    forget_below = check_forget_below(forget_below)
     check_double(double, sigmoid)
     if trains is None:
         trains = wants_gradients((*tensors, initial_state, A_log, dt_bias))

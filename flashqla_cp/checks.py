@@ -106,12 +106,15 @@ def check_recompute(recompute: Any) -> None:
         raise ValueError(f"recompute: got {recompute!r}, expected one of {', '.join(map(repr, RECOMPUTE))}")
 
 
-def check_forget_below(share: Any) -> None:
-    """A number from 0 on and below 1. Raises TypeError or ValueError."""
+def check_forget_below(share: Any) -> float:
+    """A number from 0 on and below 1, fp32 rounding if None. Raises TypeError or ValueError."""
+    if share is None:
+        return 2.0**-24
     if isinstance(share, bool) or not isinstance(share, (int, float)):
         raise TypeError(f"forget_below: got {type(share).__name__}, expected a number")
     if not 0 <= share < 1:
         raise ValueError(f"forget_below: got {share}, expected a number from 0 on and below 1")
+    return float(share)
 
 
 def read_documents(

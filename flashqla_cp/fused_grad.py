@@ -240,4 +240,4 @@ def _fill(
         if slab is not slabs[0]:
             kernels.replay(x, solved, tables, carried, kept.entries, slab)
         kernels.sweep(x, solved, tables, do, dcarried, exits, scale, slab, grads.dv, dentry)
-        kernels.gradients(x, solved, tables, do, slab, grads, scale, processors)
+        kernels.gradients(x, solved, tables, do, slab, grads, kept.entries, scale, processors)

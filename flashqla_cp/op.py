@@ -31,7 +31,7 @@ def chunk_gated_delta_rule(
     backend: str = "auto",
     deterministic: bool = True,
     recompute: str = "none",
-    forget_below: float = 2.0**-24,
+    forget_below: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gated delta rule over documents, on one device or sharded over ranks.
 
@@ -69,7 +69,7 @@ def chunk_gated_delta_rule(
             sends the forward's maps again.
         forget_below: a head whose state comes through a run of tokens with a factor of less is taken to have forgotten
             it there. Kernels then skip that state, and of the run all that is forgotten behind it, so what is left
-            out of a state is at most this share of the states in front. The default is exact to fp32 rounding; 0
+            out of a state is at most this share of the states in front. 2**-24 if None, which is fp32 rounding; 0
             skips nothing. The torch backend skips nothing.
 
     Returns:

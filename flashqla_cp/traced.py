@@ -42,7 +42,7 @@ def traced_rule(
     context: CPContext | None,
     backend: str,
     recompute: str,
-    forget_below: float,
+    forget_below: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Results of the op on q, k, v, g, beta, with what shapes tell checked now and the rest when the graph runs."""
     given = (*tensors, A_log, dt_bias, initial_state)
@@ -51,7 +51,7 @@ def traced_rule(
     check_op_inputs(*tensors)
     check_gate(A_log, dt_bias, gate)
     check_recompute(recompute)
-    check_forget_below(forget_below)
+    forget_below = check_forget_below(forget_below)
     check_double(double, sigmoid)
     scale = check_scale(scale, tensors[0].shape[3])
     trains = wants_gradients(given)
@@ -66,7 +66,7 @@ def traced_rule(
         double,
         backend,
         recompute if trains else "forward",  # then nothing is kept
-        float(forget_below),
+        forget_below,
         trains,
     )
     return o, final_state if final else None

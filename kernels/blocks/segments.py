@@ -16,7 +16,7 @@ GRAD_ENTRY = 7  # row of the gradient behind among the carried gradients, -1 for
 GRAD_EXIT = 8  # row that this segment's gradient map feeds, -1 when nothing is in front
 COLUMNS = 9
 
-CHUNK_COLUMNS = 2  # of the chunk table: first token, number of tokens (0 in a ghost)
+CHUNK_COLUMNS = 3  # of the chunk table: first token, number of tokens (0 in a ghost), chain that begins here or -1
 
 # Of the link tables, one line per carried row: of the states and, with an exchange, of the gradients. A chain's rows
 # stand together; the first line has their number, others 0.

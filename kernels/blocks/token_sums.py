@@ -81,6 +81,17 @@ def finish_gates(p, row, sums, keep, partial, barrier):
 
 
 @T.macro
+def begins_from_nothing(chain, entered, entry_row):
+    """1 where a chain begins with no state in front, whatever its first gate is; chain: -1 where none begins."""
+    nothing = T.alloc_var("int32", init=0)
+    if chain >= 0:
+        nothing = 1
+        if entered != 0 and entry_row[chain] >= 0:
+            nothing = 0
+    return nothing
+
+
+@T.macro
 def finish_strength(product, given, dtype, sigmoid, double):
     """Gradient of a write strength or, with `sigmoid`, of its logit. product: dV_i . U_i; given: of the op's beta."""
     strength = T.alloc_var("float32", init=given)

@@ -175,10 +175,12 @@ def gradients(
     do: torch.Tensor,
     slab: Slab,
     grads: TokenGradients,
+    entries: Entries | None,
     scale: float,
     processors: int,
 ) -> None:
-    """Fills the slab's heads of dq, dk, dg and dbeta (all but dv), rows of documents only."""
+    """Fills the slab's heads of dq, dk, dg and dbeta (all but dv), rows of documents only. entries: states in front of
+    chains."""
     launch(
         x.spec("gradients", sigmoid=x.sigmoid, double=x.double),
         x.q,
@@ -191,11 +193,13 @@ def gradients(
         solved.decay,
         x.beta,
         tables.chunks,
+        tables.links.view(-1) if entries is None else entries.row,
         grads.dq,
         grads.dk,
         grads.dg,
         grads.dbeta,
         scale,
+        0 if entries is None else 1,
         slab.first,
         processors,
     )

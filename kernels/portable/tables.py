@@ -103,12 +103,16 @@ def build_tables(spec: KernelSpec):
                 if chunk < chunks:
                     token = T.alloc_var(i32, init=0)
                     length = T.alloc_var(i32, init=0)
+                    begun = T.alloc_var(i32, init=-1)
                     if chunk < carry[CHUNKS]:
                         chain = find(base, CHUNKS, chunk)
+                        if chunk == base[CHUNKS, chain]:
+                            begun = chain
                         token = T.max(start[chain], 0) + (chunk - base[CHUNKS, chain]) * C
                         length = T.min(T.min(end[chain], tokens) - token, C)
                     chunk_table[chunk, 0] = token
                     chunk_table[chunk, 1] = length
+                    chunk_table[chunk, 2] = begun
             for step in T.serial(T.ceildiv(rows, THREADS)):
                 if step * THREADS + thread < rows:
                     links[step * THREADS + thread, column.LENGTH] = 0

@@ -36,6 +36,7 @@ from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.scores import L2_EPS
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
 from flashqla_cp.kernels.blocks.tensor_memory import give, take
+from flashqla_cp.kernels.blocks.token_sums import begins_from_nothing
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import gradients_config
@@ -60,7 +61,7 @@ def build_gradients(spec: KernelSpec):
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
     config = gradients_config(spec)
     l2norm, sigmoid, double = spec.has("l2norm"), spec.has("sigmoid"), spec.has("double")
-    tokens, chunks, H, HV, heads = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "heads"))
+    tokens, chunks, chains, H, HV, heads = (T.dynamic(n) for n in ("tokens", "chunks", "chains", "H", "HV", "heads"))
     qt, qh, kt, kh, ot, oh, bt, bh = (
         T.dynamic(n)
         for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head", "beta_token", "beta_head")
@@ -144,11 +145,13 @@ def build_gradients(spec: KernelSpec):
         decay: T.Tensor((chunks, HV, C), f32),
         beta: T.StridedTensor((tokens, HV), (bt, bh), spec.dtype("beta")),
         chunk_table: T.Tensor((chunks, CHUNK_COLUMNS), "int32"),
+        entry_row: T.Tensor((chains,), "int32"),
         dq: T.Tensor((tokens, H, K), dtype),
         dk: T.Tensor((tokens, H, K), dtype),
         dg: T.Tensor((tokens, HV), f32),
         dbeta: T.Tensor((tokens, HV), f32),
         scale: T.float32,
+        entered: T.int32,
         first: T.int32,
         blocks: T.int32,
     ):
@@ -427,6 +430,9 @@ def build_gradients(spec: KernelSpec):
                         start = T.alloc_var("int32", init=chunk_table[T.truncdiv(item, groups), 0])
                         length = T.alloc_var("int32", init=chunk_table[T.truncdiv(item, groups), 1])
                         if length > 0:
+                            # Its first gate scales no state: a gradient of 0, where the sum would leave rounding.
+                            begun = T.alloc_var("int32", init=chunk_table[T.truncdiv(item, groups), 2])
+                            nothing = begins_from_nothing(begun, entered, entry_row)
                             for member in T.serial(ratio):
                                 head = T.alloc_var("int32", init=first + T.truncmod(item, groups) * ratio + member)
                                 T.mbarrier_wait_parity(full_rows[step % 2], step // 2 % 2)
@@ -460,6 +466,8 @@ def build_gradients(spec: KernelSpec):
                                         later = later + leaving[i]
                                     else:
                                         later = later + ddecay[i]
+                                if t == 0 and nothing == 1:
+                                    later = 0.0
                                 if t < length:
                                     dg[start + t, head] = later
                                     strength = T.alloc_var(f32, init=T.cast(beta[start + t, head], f32))

@@ -30,7 +30,13 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
-from flashqla_cp.kernels.blocks.token_sums import clear_rows_from, finish_gates, finish_strength, normalize
+from flashqla_cp.kernels.blocks.token_sums import (
+    begins_from_nothing,
+    clear_rows_from,
+    finish_gates,
+    finish_strength,
+    normalize,
+)
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import gradients_config
@@ -46,7 +52,7 @@ def build_gradients(spec: KernelSpec):
     l2norm, sigmoid, double = (spec.has(flag) for flag in ("l2norm", "sigmoid", "double"))
     config = gradients_config(spec)
     PANELS = V // 64
-    tokens, chunks, H, HV, slab = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "slab"))
+    tokens, chunks, chains, H, HV, slab = (T.dynamic(n) for n in ("tokens", "chunks", "chains", "H", "HV", "slab"))
     qt, qh, kt, kh, ot, oh = (T.dynamic(n) for n in ("q_token", "q_head", "k_token", "k_head", "do_token", "do_head"))
     bt, bh = T.dynamic("beta_token"), T.dynamic("beta_head")
 
@@ -126,11 +132,14 @@ def build_gradients(spec: KernelSpec):
         T.fence_proxy_async()
 
     @T.macro
-    def finish(n, row, start, length, head, strength, x, dg, dbeta):
-        """Gradients of the gates and write strengths of the n-th value head's chunk, when all its sums are there."""
+    def finish(n, row, start, length, head, strength, nothing, x, dg, dbeta):
+        """Gradients of the gates and write strengths of the n-th value head's chunk, when all its sums are there.
+        nothing: the first gate scales no state, and its gradient is 0 where a sum would leave rounding."""
         summed, sums, diagonal, keep, partial = x
         T.mbarrier_wait_parity(summed[n % 2], n // 2 % 2)
         slope = finish_gates(n % 2, row, sums, keep, partial, KEEPERS_BARRIER)
+        if row == 0 and nothing == 1:
+            slope = 0.0
         if row < length:
             dg[start + row, head] = slope
             dbeta[start + row, head] = finish_strength(diagonal[n % 2, row], strength, dtype, sigmoid, double)
@@ -147,11 +156,13 @@ def build_gradients(spec: KernelSpec):
         decay: T.Tensor((chunks, HV, C), f32),
         beta: T.StridedTensor((tokens, HV), (bt, bh), spec.dtype("beta")),
         chunk_table: T.Tensor((chunks, CHUNK_COLUMNS), i32),
+        entry_row: T.Tensor((chains,), i32),
         dq: T.Tensor((tokens, H, K), dtype),
         dk: T.Tensor((tokens, H, K), dtype),
         dg: T.Tensor((tokens, HV), f32),
         dbeta: T.Tensor((tokens, HV), f32),
         scale: T.float32,
+        entered: T.int32,
         offset: T.int32,
         blocks: T.int32,
     ):
@@ -417,6 +428,7 @@ def build_gradients(spec: KernelSpec):
                     last_length = T.alloc_var(i32, init=0)
                     last_head = T.alloc_var(i32, init=0)
                     last_strength = T.alloc_var(f32, init=0.0)
+                    last_nothing = T.alloc_var(i32, init=0)
                     for turn in T.serial(turns):
                         item = T.alloc_var(i32, init=turn * blocks + block)
                         chunk = T.alloc_var(i32, init=T.truncdiv(item, key_heads))
@@ -424,6 +436,7 @@ def build_gradients(spec: KernelSpec):
                         start = T.alloc_var(i32, init=chunk_table[chunk, 0])
                         length = T.alloc_var(i32, init=chunk_table[chunk, 1])
                         if length > 0:
+                            nothing = begins_from_nothing(chunk_table[chunk, 2], entered, entry_row)
                             for j in T.serial(ratio):
                                 p = T.alloc_var(i32, init=n % 2)
                                 strength = T.alloc_var(f32, init=0.0)
@@ -454,13 +467,27 @@ def build_gradients(spec: KernelSpec):
                                     T.mbarrier_arrive(keys_ready)
                                     done = done + 1
                                 if n > 0:
-                                    finish(n - 1, row, last_start, last_length, last_head, last_strength, x, dg, dbeta)
+                                    finish(
+                                        n - 1,
+                                        row,
+                                        last_start,
+                                        last_length,
+                                        last_head,
+                                        last_strength,
+                                        last_nothing,
+                                        x,
+                                        dg,
+                                        dbeta,
+                                    )
                                 last_start = start
                                 last_length = length
                                 last_head = offset + place + j
                                 last_strength = strength
+                                last_nothing = nothing
                                 n = n + 1
                     if n > 0:
-                        finish(n - 1, row, last_start, last_length, last_head, last_strength, x, dg, dbeta)
+                        finish(
+                            n - 1, row, last_start, last_length, last_head, last_strength, last_nothing, x, dg, dbeta
+                        )
 
     return gradients

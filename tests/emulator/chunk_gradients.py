@@ -32,7 +32,7 @@ def gates_of(kind, tokens, heads, seed):
 
 
 def tables_of(offsets, most):
-    """Chunk table [N, 2] and segment table, both with ghosts; gradient rows in an order of their own.
+    """Chunk table [N, 3] and segment table, both with ghosts; gradient rows in an order of their own.
 
     -> chunks, segments, number of rows. Every chain has a row in front of it too, as if it received its state.
     """
@@ -50,12 +50,12 @@ def tables_of(offsets, most):
             row[column.GRAD_EXIT], row[column.GRAD_ENTRY] = rows + place, rows + place + 1 if place < parts - 1 else -1
             segments.append(row)
             done += share
-        chunks += [[start + i * C, min(end - start - i * C, C)] for i in range(length)]
+        chunks += [[start + i * C, min(end - start - i * C, C), -1 if i else chain] for i in range(length)]
         rows += parts
     ghost = [0] * column.COLUMNS
     for name in (column.ENTRY, column.EXIT, column.GRAD_ENTRY, column.GRAD_EXIT):
         ghost[name] = -1
-    chunks += [[0, 0]] * GHOSTS
+    chunks += [[0, 0, -1]] * GHOSTS
     segments += [ghost] * GHOSTS
     return torch.tensor(chunks, dtype=torch.int32), torch.tensor(segments, dtype=torch.int32), rows
 
@@ -93,7 +93,7 @@ class Case:
 
     def chunk(self, n):
         """What the formulas want of chunk n: fp64, heads first, rows past its length 0."""
-        start, length = self.chunks[n].tolist()
+        start, length, _ = self.chunks[n].tolist()
 
         def rows_of(x):
             x = x[start : start + length].double().movedim(0, 1)
@@ -139,7 +139,7 @@ def make_case(head_dim, ratio, dtype, offsets, gates="weak", l2norm=False, most=
     inverse = torch.zeros(len(chunks), heads * ratio, C, C, dtype=dtype)
     key_scale = torch.ones(len(chunks), heads, C, dtype=exact)
     bound = torch.zeros(heads * ratio, len(chunks))
-    for n, (start, length) in enumerate(chunks.tolist()):
+    for n, (start, length, _) in enumerate(chunks.tolist()):
         inside = slice(start, start + length)
         keys = k[inside].double()
         if length and l2norm:

@@ -122,12 +122,12 @@ def sweep(
 
 
 def gradients(
-    spec, q, k, do, dv, values16, states16, dstates16, decay, beta, chunk_table, dq, dk, dg, dbeta, scale,
-    first, blocks,
+    spec, q, k, do, dv, values16, states16, dstates16, decay, beta, chunk_table, entry_row, dq, dk, dg, dbeta,
+    scale, entered, first, blocks,
 ):  # fmt: skip
     count, ratio = states16.shape[1], decay.shape[1] // k.shape[1]
     assert blocks > 0
-    for number, (token, length) in enumerate(chunk_table.tolist()):
+    for number, (token, length, begun) in enumerate(chunk_table.tolist()):
         if length <= 0:
             continue
         c = _Chunk(token, length, number, (first, count), k, None, decay, spec.has("l2norm"), scale)
@@ -152,6 +152,8 @@ def gradients(
             dstrength = dstrength * strength * (1 - strength / (2 if spec.has("double") else 1))
         dbeta[c.rows, c.values] = dstrength[:, :length].T
         dg[c.rows, c.values] = ddecay.flip(1).cumsum(1).flip(1)[:, :length].T
+        if begun >= 0 and not (entered and entry_row[begun] >= 0):
+            dg[token, c.values] = 0
         dquery = asked @ c.k + read
         dkey = asked.mT @ query + (pairs + pairs.mT) @ c.k - recalled + written
         own = torch.arange(first // ratio, (first + count) // ratio)

@@ -35,7 +35,6 @@ def test_op_signature():
     assert flags.pop("backend") == "auto"
     assert flags.pop("deterministic") is True
     assert flags.pop("recompute") == "none"
-    assert flags.pop("forget_below") == 2.0**-24
     assert all(value in (None, False) for value in flags.values())
 
 

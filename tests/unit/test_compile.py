@@ -211,7 +211,7 @@ def test_the_rules_of_operators() -> None:
         torch.ones(2, requires_grad=True),
         torch.zeros(4, 2, 8, 6, requires_grad=True),
     )
-    options = (0.3, True, True, False, True, False, "torch", "none", True)
+    options = (0.3, True, True, False, True, False, "torch", "none", 2.0**-24, True)
     torch.library.opcheck(
         torch.ops.flashqla_cp.gated_delta_rule.default, (*x.values(), *extra, torch.tensor(OFFSETS), None, *options)
     )
