@@ -138,10 +138,11 @@ def build_gradients(spec: KernelSpec):
         summed, sums, diagonal, keep, partial = x
         T.mbarrier_wait_parity(summed[n % 2], n // 2 % 2)
         slope = finish_gates(n % 2, row, sums, keep, partial, KEEPERS_BARRIER)
-        if row == 0 and nothing == 1:
-            slope = 0.0
         if row < length:
-            dg[start + row, head] = slope
+            if row == 0 and nothing == 1:
+                dg[start, head] = 0.0
+            else:
+                dg[start + row, head] = slope
             dbeta[start + row, head] = finish_strength(diagonal[n % 2, row], strength, dtype, sigmoid, double)
 
     @T.prim_func

@@ -85,3 +85,12 @@ def test_gates_of_strong_decay_are_exact_beside_the_gradient_of_a_state(arch):
     with emulation(arch, races=False):
         found = gradients_of((q, k, v, g, beta), initial)
     hold(found, expected_of((q, k, v, g, beta), initial))
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_gates_that_scale_no_state_have_no_gradient(arch):
+    tensors, offsets = inputs_of(100, 1, 1, 64, "weak"), [0, 40, 100]
+    with emulation(arch, races=False):
+        found = gradients_of(tensors, cu_seqlens=torch.tensor(offsets))
+    hold(found, expected_of(tensors, offsets=offsets))
+    assert torch.all(found["g"][0, offsets[:-1]] == 0) and torch.all(found["g"][0, 1:40] != 0)

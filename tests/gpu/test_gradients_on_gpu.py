@@ -146,6 +146,13 @@ def test_tokens_that_write_nothing():
     check(tensors)
 
 
+def test_gates_that_scale_no_state_have_no_gradient():
+    tensors, do, _ = draw(700, 2, 4, 128, "weak")
+    offsets = [0, 130, 500, 700]
+    found = gradients(op, leaves(tensors), do, cu_seqlens=torch.tensor(offsets, device=DEVICE))
+    assert torch.all(found["g"][0, offsets[:-1]] == 0) and torch.all(found["g"][0, 1:130] != 0)
+
+
 def test_documents_do_not_see_each_other():
     tensors, offsets = draw(800, 1, 2, 128, "weak"), torch.tensor([0, 300, 333, 700], device=DEVICE)
     do = torch.randn_like(tensors["v"])
