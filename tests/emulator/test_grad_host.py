@@ -267,7 +267,8 @@ def test_rows_of_gradients(exchange):
     emits, receives = zip(*(flags if exchange else [(0, 0)] * len(lengths)), strict=True)
     end = torch.tensor(lengths, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     start, total = end - torch.tensor(lengths, dtype=torch.int32), sum(lengths)
-    segments, chunks, links, back = (torch.full((40, n), -7, dtype=torch.int32) for n in (column.COLUMNS, 2, 3, 3))
+    widths = (column.COLUMNS, column.CHUNK_COLUMNS, column.LINK_COLUMNS, column.LINK_COLUMNS)
+    segments, chunks, links, back = (torch.full((40, n), -7, dtype=torch.int32) for n in widths)
     back = back if exchange else links
     base = torch.empty(4 if exchange else 3, len(lengths) + 1, dtype=torch.int32)
     sides = [torch.tensor(x, dtype=torch.int32) for x in (emits, receives)]
@@ -278,6 +279,8 @@ def test_rows_of_gradients(exchange):
     assert [tuple(row) for row in segments[: len(expected), columns].tolist()] == expected
     assert {i: tuple(row) for i, row in enumerate(back.tolist()) if row[0]} == expected_links
     assert torch.all(segments[len(expected) :, columns] == torch.tensor([-1, -1, 0, -1, -1]))
+    begun = [chain if part == 0 else -1 for chain, n in enumerate(lengths) for part in range((n + 63) // 64)]
+    assert chunks[:, 2].tolist() == begun + [-1] * (40 - len(begun))
 
 
 @pytest.mark.parametrize(
