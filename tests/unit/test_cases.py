@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from flashqla_cp.testing.cases import BY_ID, CUSTOM_RANGES, EXCHANGES, OPTIONS, STREAMS, VERIFY, Case
+from flashqla_cp.testing.cases import BY_ID, CUSTOM_RANGES, EXCHANGES, KERNELS, OPTIONS, STREAMS, VERIFY, Case
 
 
 def test_names_are_unique_and_streams_short() -> None:
-    rows = (VERIFY, *STREAMS, *OPTIONS, *EXCHANGES)
+    rows = (VERIFY, KERNELS, *STREAMS, *OPTIONS, *EXCHANGES)
     assert len({case.id for case in rows}) == len(rows)
-    assert len(BY_ID) == 1 + len(STREAMS) + len(OPTIONS)
-    assert all(case.stream_length <= 300 for case in rows if case is not VERIFY)
+    assert len(BY_ID) == 2 + len(STREAMS) + len(OPTIONS)
+    assert all(case.stream_length <= 300 for case in rows if case not in (VERIFY, KERNELS))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
