@@ -193,7 +193,7 @@ def gradients(
         solved.decay,
         x.beta,
         tables.chunks,
-        tables.links.view(-1) if entries is None else entries.row,
+        entry_arguments(entries, solved.decay, tables)[1],
         grads.dq,
         grads.dk,
         grads.dg,
