@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from flashqla_cp.gate import without_autocast
 from flashqla_cp.parallel.exchange.base import Arrived, PendingStates
 from flashqla_cp.program import Program
 
@@ -42,7 +43,7 @@ class GatedDeltaRule(torch.autograd.Function):
         scale: float,
         recompute: str,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             ahead = _Ahead.of(q, k, v, g, beta, initial_state, program, stages)
             values = ahead.values
             o, exits = stages.forward(ahead.prepared, stages.EntryStates(values, program.entry_row), scale)
@@ -64,7 +65,7 @@ class GatedDeltaRule(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor, dfinal: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, beta, *saved = ctx.saved_tensors
         program, stages, scale = ctx.program, ctx.stages, ctx.scale
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             ahead = _Ahead.again(q, k, v, beta, saved, program, stages, ctx.recompute)
             solved, prepared = (ahead.decay, ahead.inverse), ahead.prepared
             own = dfinal.index_select(0, program.exits[1])

@@ -63,8 +63,8 @@ class Call:
             q=readable(q),
             k=readable(k),
             v=readable(v),
-            g=_plain_gate(g.flatten(0, 1)),
-            beta=_plain_gate(beta.flatten(0, 1)),
+            g=_plain_gate(g),
+            beta=_plain_gate(beta),
             A_log=A_log,
             dt_bias=torch.zeros_like(A_log) if A_log is not None and dt_bias is None else dt_bias,
             l2norm=self.l2norm,
@@ -130,16 +130,18 @@ class Call:
 def readable(x: torch.Tensor) -> torch.Tensor:
     """Token rows [T, heads, dim] that TMA can read: the view itself where strides and address allow, else a copy."""
     rows = x.flatten(0, 1)
-    steps = rows.stride()
-    aligned = all(step > 0 and step * rows.element_size() % 16 == 0 for step in steps[:-1])
-    if steps[-1] == 1 and aligned and rows.data_ptr() % 16 == 0:
+    token, head, element = rows.stride()
+    step = 16 // rows.element_size()
+    aligned = token > 0 and head > 0 and not (token % step or head % step or rows.data_ptr() % 16)
+    if element == 1 and aligned:
         return rows
     return rows.clone(memory_format=torch.contiguous_format)  # also what is contiguous at an address TMA cannot take
 
 
 def _plain_gate(x: torch.Tensor) -> torch.Tensor:
-    """Gates in a dtype that kernels read."""
-    return x if x.dtype in (torch.float32, torch.bfloat16, torch.float16) else x.float()
+    """Token rows [T, HV] of gates, in a dtype that kernels read."""
+    rows = x.flatten(0, 1)
+    return rows if rows.dtype in (torch.float32, torch.bfloat16, torch.float16) else rows.float()
 
 
 def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:

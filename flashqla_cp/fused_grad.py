@@ -18,6 +18,7 @@ import torch
 
 from flashqla_cp.chains import Kept, Local
 from flashqla_cp.fused import Call, joined, pass_on, passed_on, readable
+from flashqla_cp.gate import without_autocast
 from flashqla_cp.kernels.host import backward as kernels
 from flashqla_cp.kernels.host.backward import TokenGradients
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, affine_chain, clear_rows
@@ -50,7 +51,7 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
         tensors, gate, initial = differentiable[:5], differentiable[5:7], differentiable[7]
         if isinstance(offsets, torch.Tensor):
             offsets = offsets.to(torch.int32, copy=True)  # the caller's may be others by the time of the backward
-        with torch.autocast(tensors[0].device.type, enabled=False):
+        with without_autocast(tensors[0].device):
             o, states, kept = call.run(tensors, gate, initial, offsets, context)
         ctx.set_materialize_grads(False)
         ctx.call, ctx.context = call, context
@@ -79,7 +80,7 @@ def gradients(
     """Gradients of q, k, v, g, beta, A_log, dt_bias and the initial state, which are `given`; None of what is None,
     and of the initial state if it is not wanted. kept: as much of it as call.recompute says."""
     tensors, gate = given[:5], given[5:7]
-    with torch.autocast(tensors[0].device.type, enabled=False):
+    with without_autocast(tensors[0].device):
         x = call.inputs(tensors, gate)
         kept = call.regain(x, kept, given[7], context)
         do = readable(torch.zeros_like(tensors[2]) if do is None else do)
@@ -99,7 +100,10 @@ def gradients(
 
 
 def _like(dx: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    return None if dx is None else dx.reshape(x.shape).to(x.dtype)
+    if dx is None:
+        return None
+    dx = dx if dx.dtype == x.dtype else dx.to(x.dtype)
+    return dx if dx.shape == x.shape else dx.view(x.shape)
 
 
 def backward(

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 
 L2_EPS = 1e-6
 # Below the logarithm of the smallest subnormal number: -103.3 in fp32, -744.4 in fp64.
 GATE_FLOOR = {torch.float32: -128.0, torch.float64: -768.0}
+_AS_IT_IS = nullcontext()
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Autocast off within: nothing where it is off already, for switching it costs as much as a launch."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return _AS_IT_IS
 
 
 def log_decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -15,7 +25,7 @@ def log_decay(a: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None
 
     a [.., HV] any float, A_log and dt_bias [HV] -> [.., HV] in dtype.
     """
-    with torch.autocast(a.device.type, enabled=False):
+    with without_autocast(a.device):
         shifted = a.to(dtype) if dt_bias is None else a.to(dtype) + dt_bias.to(dtype)
         return -A_log.to(dtype).exp() * F.softplus(shifted)
 

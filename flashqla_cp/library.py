@@ -19,6 +19,7 @@ from flashqla_cp import fused_grad
 from flashqla_cp.bound import Bound, bind, kernels_for
 from flashqla_cp.chains import Kept, Local
 from flashqla_cp.fused import documents_of
+from flashqla_cp.gate import without_autocast
 from flashqla_cp.opaque import again, apart, copied, fake_copied, fake_filled, filled, wide
 from flashqla_cp.packing import SLOTS, nothing, pack, slot_dtypes, slot_sizes, unpack
 from flashqla_cp.parallel.context import context_of
@@ -74,7 +75,7 @@ def _bound(
 def _run_rule(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     given, (offsets, handle, *options) = arguments[:NUM_GIVEN], arguments[NUM_GIVEN:]
     offsets = copied(offsets)  # the caller's may be others by the time of the backward
-    with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+    with torch.no_grad(), without_autocast(given[0].device):
         bound = _bound(given, offsets, handle, options)
         call, context = bound.call, bound.context
         if bound.on_kernels:
@@ -139,7 +140,7 @@ def _fake_sizes(
 def _run_rule_grad(*arguments: Any) -> list[torch.Tensor]:
     given, (_, handle, *options, do, dfinal, kept, wants_initial) = arguments[:NUM_GIVEN], arguments[NUM_GIVEN:]
     offsets = kept[0] if len(kept[0]) else None
-    with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+    with torch.no_grad(), without_autocast(given[0].device):
         bound = _bound(given, offsets, handle, options)
         if bound.on_kernels:
             found = _gradients_on_kernels(bound, kept[1:], do, dfinal, wants_initial)
@@ -206,7 +207,7 @@ def _conv(
 def _run_conv(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
     *given, offsets, handle, silu, backend, trains = arguments
     offsets = copied(offsets)
-    with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+    with torch.no_grad(), without_autocast(given[0].device):
         tensors, routes = _conv(given, offsets, handle, silu, backend, trains)
         arrived = routes.fetch(tensors[0])
         y = routes.forward(*tensors, arrived).view(given[0].shape)
@@ -224,7 +225,7 @@ def _fake_conv(*arguments: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
 def _run_conv_grad(*arguments: Any) -> list[torch.Tensor]:
     *given, handle, silu, backend, kept, dy = arguments
     offsets, arrived = kept
-    with torch.no_grad(), torch.autocast(given[0].device.type, enabled=False):
+    with torch.no_grad(), without_autocast(given[0].device):
         tensors, routes = _conv(given, offsets if len(offsets) else None, handle, silu, backend, True)
         dx, *shared = routes.backward(*tensors, arrived, dy.flatten(0, 1))
     return filled((dx.view(given[0].shape), *shared), given)

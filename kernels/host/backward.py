@@ -66,19 +66,16 @@ def slabs_of(x: Inputs, tables: Tables) -> list[Slab]:
     runs = head_slabs(heads, heads // x.q.shape[1], sum(parts) * x.q.element_size(), SCRATCH_BUDGET)
     most = max(count for _, count in runs)
     memory = [torch.empty(most * part, dtype=x.q.dtype, device=x.q.device) for part in parts]
+    rows = (width, width), (width, width), (CHUNK, width)
 
-    def cut(part: torch.Tensor, *shape: int) -> torch.Tensor:
-        return part[: prod(shape)].view(shape)
-
-    return [
-        Slab(
-            first=first,
-            states=cut(memory[0], chunks, count, width, width),
-            dstates=cut(memory[1], chunks, count, width, width),
-            values=cut(memory[2], chunks, count, CHUNK, width),
+    def slab(first: int, count: int) -> Slab:
+        states, dstates, values = (
+            (part if count == most else part[: chunks * count * prod(row)]).view(chunks, count, *row)
+            for part, row in zip(memory, rows, strict=True)
         )
-        for first, count in runs
-    ]
+        return Slab(first=first, states=states, dstates=dstates, values=values)
+
+    return [slab(first, count) for first, count in runs]
 
 
 def summary_grad(
