@@ -73,7 +73,7 @@ class GatedDeltaRule(torch.autograd.Function):
             if prepared is None:
                 prepared = stages.prepare(q, k, v, beta, *solved, program.table)
             replayed = stages.replay(prepared, stages.EntryStates(ahead.values, program.entry_row))
-            dexit = stages.EntryStates(torch.cat([own, pending.wait().states]), program.exit_row)
+            dexit = stages.EntryStates(torch.cat([own, pending.wait().states.mT]), program.exit_row)
             grads = stages.backward(prepared, replayed, do, dexit, scale)
             dg = stages.gate_cumsum(grads.ddecay, program.table, reverse=True)
             dinitial = None
@@ -113,7 +113,7 @@ class _Ahead:
         pending = _send_states(k, v, beta, decay, inverse, own, program, stages)
         prepared = stages.prepare(q, k, v, beta, decay, inverse, program.table)
         arrived = pending.wait()
-        return cls(decay, inverse, torch.cat([own, arrived.states]), arrived.kept, prepared)
+        return cls(decay, inverse, torch.cat([own, arrived.states.mT]), arrived.kept, prepared)
 
     @classmethod
     def again(
@@ -158,12 +158,12 @@ def _send_states(
 ) -> PendingStates:
     """Start to bring the states in front of the segments that go on with a document."""
     if program.exchange is None:
-        return PendingStates(lambda: Arrived(own[:0]))
+        return PendingStates(lambda: Arrived(own.mT[:0]))
     emitters, interior = program.emitters, program.interior
     row = program.entry_row.index_select(0, emitters.index)
     known = stages.EntryStates(own, torch.where(row < len(own), row, -1))
     maps = stages.summary(k, v, beta, decay, inverse, known, emitters.table, interior.table)
-    return program.exchange.forward(*maps)
+    return program.exchange.forward(*(x.mT for x in maps))
 
 
 def _send_gradients(
@@ -181,9 +181,9 @@ def _send_gradients(
 ) -> PendingStates:
     """Start to bring the gradients of the states behind the segments whose document goes on elsewhere."""
     if program.exchange is None:
-        return PendingStates(lambda: Arrived(own[:0]))
+        return PendingStates(lambda: Arrived(own.mT[:0]))
     receivers = program.receivers
     row = program.exit_row.index_select(0, receivers.index)
     known = stages.EntryStates(own, torch.where(row < len(own), row, -1))
     maps = stages.summary_grad(q, k, beta, decay, inverse, do, known, receivers.table, scale)
-    return program.exchange.backward(maps, kept)
+    return program.exchange.backward(maps.mT, kept)

@@ -27,11 +27,35 @@ class Documents:
         return Entries(values=values, row=torch.arange(len(values), dtype=torch.int32, device=values.device))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Some rows of a tensor, known on the host: their numbers, int64 on the device, and the first of them where they
+    follow one another."""
+
+    index: torch.Tensor
+    first: int | None
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, device: torch.device) -> Rows:
+        """rows: int64 on the CPU, ascending."""
+        count = len(rows)
+        together = count > 0 and int(rows[-1] - rows[0]) == count - 1
+        return cls(to_device(rows.tolist(), device).long(), int(rows[0]) if together else None)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def of_tensor(self, x: torch.Tensor) -> torch.Tensor:
+        """The rows of x: a view where they follow one another, else a copy."""
+        return x.index_select(0, self.index) if self.first is None else x.narrow(0, self.first, len(self))
+
+
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Local:
     """A context's fragments on one device, with indices as the kernels want them.
 
-    exit_rows: carried rows of the states that leave; front_rows: of the gradients that do. entry_row, exit_row: rows of
+    exits: carried rows of the states that leave; fronts: of the gradients that do; interior: chains whose correction
+    does. entry_row, exit_row: rows of
     chains among the known states (of documents that begin here, or gradients of those that end here) followed by those
     that arrive; known_entry and known_exit have the known ones only, arriving_exit the others. early, late: the tables
     of chains that need no state of another rank, None where these are few, and of the others.
@@ -39,8 +63,9 @@ class Local:
 
     program: Program
     tables: Tables
-    exit_rows: torch.Tensor
-    front_rows: torch.Tensor
+    exits: Rows
+    fronts: Rows
+    interior: Rows
     entry_row: torch.Tensor
     known_entry: torch.Tensor
     exit_row: torch.Tensor
@@ -83,8 +108,9 @@ class Local:
         return cls(
             program=program,
             tables=tables,
-            exit_rows=to_device(exits[emits.bool()].tolist(), device).long(),
-            front_rows=to_device(fronts[receives.bool()].tolist(), device).long(),
+            exits=Rows.of(exits[emits.bool()], device),
+            fronts=Rows.of(fronts[receives.bool()], device),
+            interior=Rows.of((emits & receives).nonzero().flatten(), device),
             entry_row=entry_row,
             known_entry=torch.where(entry_row < begun, entry_row, -1),
             exit_row=exit_row,

@@ -263,7 +263,7 @@ def prepare_sharded(
         known = Maps(boundary=carried, correction=maps.correction, corrects=maps.corrects)
         meanwhile(Kept(tables=tables, solved=solved, maps=known, entries=entries))
     arrived = pending.wait()
-    values = joined(x, own, program.entries.shape[1], arrived.states.mT.contiguous())
+    values = joined(x, own, program.entries.shape[1], arrived.states.contiguous())
     entries = Entries(values=values, row=local.entry_row)
     kernels.affine_chain(x, maps, tables, entries)
     return Kept(tables=tables, solved=solved, maps=maps, entries=entries, exchanged=arrived.kept)
@@ -282,14 +282,13 @@ def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None) -> tuple[t
     here, as far as they are known yet."""
     program = local.program
     assert program.exchange is not None
-    if len(program.interior.index):
+    if len(local.interior):
         carried, correction = kernels.chain_maps(x, maps, local.tables, known)
-        correction = correction.mT.index_select(0, program.interior.index)
+        correction = local.interior.of_tensor(correction)
     else:
         carried = kernels.affine_chain(x, maps, local.tables, known, apart=True)
         correction = maps.correction[:0]
-    boundary = carried.mT.index_select(0, local.exit_rows)
-    return carried, program.exchange.forward(boundary, correction)
+    return carried, program.exchange.forward(local.exits.of_tensor(carried), correction)
 
 
 def passed_on(x: Inputs, program: Program, initial: torch.Tensor | None) -> torch.Tensor:

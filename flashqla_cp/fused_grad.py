@@ -181,7 +181,7 @@ def backward_sharded(
         def arrive() -> tuple[torch.Tensor | None, Entries | None]:
             nonlocal behind
             with forked.beside():
-                arrived = pending.wait().states.mT.contiguous()
+                arrived = pending.wait().states.contiguous()
                 if dmaps is not None and len(arrived):
                     values = joined(x, own, program.exits.shape[1], arrived)
                     arriving, exits = (Entries(values=values, row=row) for row in (local.arriving_exit, local.exit_row))
@@ -207,19 +207,19 @@ def _send(x: Inputs, local: Local, dmaps: Maps | None, kept: Kept) -> tuple[torc
     if dmaps is None:
         return None, PendingStates(lambda: Arrived(_nothing(x)))
     emits = len(program.emitters.index) > 0
-    if emits and not len(local.front_rows):
+    if emits and not len(local.fronts):
         fronts, sent = None, _nothing(x)
     else:
         fronts = affine_chain(x, dmaps, local.tables, None, apart=emits, reverse=True)
-        sent = fronts.mT.index_select(0, local.front_rows)
+        sent = local.fronts.of_tensor(fronts)
     if program.exchange is None:
         return fronts, PendingStates(lambda: Arrived(_nothing(x)))
     return fronts, program.exchange.backward(sent, kept.exchanged)
 
 
 def _nothing(x: Inputs) -> torch.Tensor:
-    """No states, [0, HV, K, V]."""
-    return x.numbers(0, x.v.shape[1], x.q.shape[2], x.v.shape[2])
+    """No states, [0, HV, V, K]."""
+    return x.numbers(0, x.v.shape[1], x.v.shape[2], x.q.shape[2])
 
 
 def _fill(

@@ -46,7 +46,7 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
         found += _conv_rows(arch, width, choices["dtype"])
     for head_dim in choices["head_dim"]:
         chain = {"head_dim": head_dim}
-        found.append(make_spec("fold", arch, chain))
+        found += [make_spec("fold", arch, chain), make_spec("fold", arch, chain, {}, {"adjoint": True})]
         found.append(make_spec("affine_chain", arch, chain, {}, {"reverse": True, "apart": True}))
         for initial_state in (False, True):
             for reverse in (False, True):

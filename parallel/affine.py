@@ -1,9 +1,12 @@
 """Affine maps of the state, S -> M S + E, and their composition along chains. fp32 or fp64 torch.
 
-    compose:  (M2, E2) after (M1, E1) = (M2 M1, M2 E1 + E2)        M [.., K, K] final_correction
-    fold:     S_i = E_i + M_i S_{i-1}                              E [.., K, V] boundary_state
+    compose:  (M2, E2) after (M1, E1) = (M2 M1, M2 E1 + E2)        M  final_correction
+    fold:     S_i = E_i + M_i S_{i-1}                              E  boundary_state
 
 The adjoint of a chain runs it backwards with M transposed: G_i = D_i + M_i^T G_{i+1}.
+
+Ranks hold and send all of these transposed, as the kernels have them: states S^T and E^T [.., V, K], corrections M^T
+[.., K, K]. So a state is a row vector here, S^T M^T + E^T, and no copy turns it round on its way.
 
 A chain is a list of maps in the order in which they apply; many chains (documents) are folded at once, one batched
 product a step, so the host's work grows with the longest chain and not with the number of documents. The products
@@ -22,20 +25,20 @@ import torch
 def affine(
     correction: torch.Tensor, state: torch.Tensor, boundary: torch.Tensor, *, adjoint: bool = False
 ) -> torch.Tensor:
-    """boundary + M state, or boundary + M^T state with adjoint. M [.., K, K], state and boundary [.., K, V]."""
+    """E + M S, or E + M^T S with adjoint: correction M^T [.., K, K], state S^T and boundary E^T [.., V, K]."""
     matrix = correction.mT if adjoint else correction
     if matrix.is_cuda and matrix.dtype == torch.float32:
-        return (boundary.double() + matrix.double() @ state.double()).float()
-    return boundary + matrix @ state
+        return (boundary.double() + state.double() @ matrix.double()).float()
+    return boundary + state @ matrix
 
 
-# boundary, correction, links, first, num_out -> states, or None where it cannot; see ChainFold.
-DeviceFold = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int], "torch.Tensor | None"]
+# boundary, correction, links, first, num_out, adjoint -> states, or None where it cannot; see ChainFold.
+DeviceFold = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, bool], "torch.Tensor | None"]
 _device_fold: DeviceFold | None = None
 
 
 def fold_with(fold: DeviceFold) -> None:
-    """Try `fold` first in every forward fold. Arguments: boundary, correction, ChainFold's links, first and num_out."""
+    """Try `fold` first in every fold. Arguments: boundary, correction, ChainFold's links, first, num_out; adjoint."""
     global _device_fold
     _device_fold = fold
 
@@ -111,9 +114,9 @@ class ChainFold:
         return cls(tuple(steps), num_out, table.to(device), ends.to(device))
 
     def __call__(self, boundary: torch.Tensor, correction: torch.Tensor, *, adjoint: bool = False) -> torch.Tensor:
-        """Run the fold. boundary [rows, H, K, V], correction [rows, H, K, K] -> states [num_out, H, K, V]."""
-        if _device_fold is not None and not adjoint:
-            folded = _device_fold(boundary, correction, self.links, self.first, self.num_out)
+        """Run the fold. boundary [rows, H, V, K], correction [rows, H, K, K] -> states [num_out, H, V, K]."""
+        if _device_fold is not None:
+            folded = _device_fold(boundary, correction, self.links, self.first, self.num_out, adjoint)
             if folded is not None:
                 return folded
         out = boundary.new_zeros(self.num_out, *boundary.shape[1:])

@@ -11,6 +11,7 @@ from functools import cache
 import torch
 
 from flashqla_cp.kernels.arch import Arch
+from flashqla_cp.kernels.blocks.product_shares import COLUMNS
 from flashqla_cp.kernels.chunks import CHUNK
 from flashqla_cp.kernels.host.launcher import launch, machine_of
 from flashqla_cp.kernels.host.tables import Tables
@@ -230,21 +231,39 @@ def clear_rows(o: torch.Tensor, end: torch.Tensor, arch: Arch) -> None:
 
 
 def fold(
-    boundary: torch.Tensor, correction: torch.Tensor, links: torch.Tensor, first: torch.Tensor, num_out: int
+    boundary: torch.Tensor,
+    correction: torch.Tensor,
+    links: torch.Tensor,
+    first: torch.Tensor,
+    num_out: int,
+    adjoint: bool,
 ) -> torch.Tensor | None:
-    """States [num_out, h, K, V] of a fold along chains, or None where no kernel takes these tensors.
+    """States [num_out, h, V, K] of a fold along chains, or None where no kernel takes these tensors.
 
-    boundary [rows, h, K, V], correction [corrections, h, K, K]; links int32 [links, 3]: rows of boundary and
-    correction, and the output row or -1; first int32 [chains + 1]: where chains begin.
+    boundary [rows, h, V, K], correction M^T, or with `adjoint` M, [corrections, h, K, K]; links int32 [links, 3]: rows
+    of boundary and correction, and the output row or -1; first int32 [chains + 1]: where chains begin. Rows of the
+    result that no link names hold anything.
     """
     arch, _ = machine_of(boundary.device)
-    key_dim, value_dim = boundary.shape[2:]
-    if arch is None or boundary.dtype != torch.float32 or key_dim != value_dim or key_dim not in HEAD_DIMS:
+    value_dim, key_dim = boundary.shape[2:]
+    if arch is None or boundary.dtype != torch.float32 or key_dim not in HEAD_DIMS or value_dim % COLUMNS:
         return None
-    out = boundary.new_zeros(num_out, *boundary.shape[1:])
+    out = boundary.new_empty(num_out, *boundary.shape[1:])
     if len(first) > 1 and boundary.shape[1]:
-        boundary, correction = boundary.contiguous(), correction.contiguous()
-        if not len(correction):
-            correction = boundary[:1]
-        launch(spec_of("fold", arch, (("head_dim", key_dim),)), boundary, correction, links, first, out)
+        states, *state_steps = _lines(boundary)
+        matrices, *matrix_steps = _lines(correction if len(correction) else boundary)
+        spec = spec_of("fold", arch, (("head_dim", key_dim),), adjoint=adjoint)
+        launch(spec, states, matrices, links, first, out, *state_steps, *matrix_steps)
     return out
+
+
+def _lines(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """The memory of x [rows, h, n, K] as lines [.., K], and lines from a row, or a head, to the next: of x itself where
+    kernels can read it in place, as in a message, else of a copy."""
+    rows, heads, count, width = x.shape
+    row, head, line, element = x.stride()
+    if (line, element) != (width, 1) or row % width or head % width or row < 0 or x.data_ptr() % 16:
+        x = x.contiguous()
+        row, head = heads * count * width, count * width
+    lines = ((rows - 1) * row + (heads - 1) * head) // width + count
+    return x.as_strided((lines, width), (width, 1)), row // width, head // width

@@ -8,21 +8,17 @@ With the flag "reverse" the gradients behind segments, by the adjoints, from a c
 
 In fp32. Without the flag "apart" it is done in place: E (or D) and the carried states are one tensor. A block has some
 columns of V of one head and walks its chain. M^T [K in, K out] comes to shared memory by cp.async while the step before
-it adds up. A warp has a run of the inner dimension and half of the columns, a thread a tile of 8 outputs of K by some
-columns; the warps' sums meet in shared memory. In reverse M^T is read across its rows. Rows that need no correction are
-not touched, or only copied. A chain's own M, which a rank sends, is the same walk from the identity.
+it adds up. Rows that need no correction are not touched, or only copied. A chain's own M, which a rank sends, is the
+same walk from the identity.
 Letters: K key dim, V value dim, HV value heads.
 """
 
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
+from flashqla_cp.kernels.blocks.affine_product import product, product_memory
+from flashqla_cp.kernels.blocks.product_shares import COLUMNS, PARTS, THREADS, Shares
 from flashqla_cp.kernels.spec import KernelSpec
-
-COLUMNS = 16  # of V in a block
-THREADS, WARP = 256, 32
-SIDES = 2  # warps that share a run of the inner dimension
-PAD = 4
 
 
 def build_affine_chain(spec: KernelSpec):
@@ -32,71 +28,16 @@ def build_affine_chain(spec: KernelSpec):
         spec.has(flag) for flag in ("initial_state", "apart", "final_correction", "reverse")
     )
     f32, i32 = "float32", "int32"
-    PARTS = THREADS // WARP // SIDES
-    RUN = K // PARTS  # inner rows of a warp
-    GROUPS = K // 8  # threads side by side along K
-    WIDE = COLUMNS * GROUPS // (WARP * SIDES)  # columns of a thread
-    SHARE = COLUMNS * K // THREADS  # finished numbers of a thread
+    shares = Shares(K)
+    SHARE = shares.finished
     rows, HV, chains, entries = (T.dynamic(n) for n in ("rows", "HV", "chains", "entries"))
     states = T.dynamic("states") if reverse else rows  # rows of the corrections
     listed = chains if has_initial else T.dynamic("listed")
-
-    def part_of(thread):
-        """Of the inner dimension."""
-        return thread // (WARP * SIDES)
-
-    def columns_of(thread):
-        return (thread // WARP % SIDES * (WARP // GROUPS) + thread % WARP // GROUPS) * WIDE
-
-    @T.macro
-    def multiply(tile, state, partial, thread):
-        """partial[part] = the warps' share of M S, or of M^T S in reverse."""
-        sums = T.alloc_local((WIDE * 8,), f32)
-        m = T.alloc_local((4 * 8,), f32)
-        s = T.alloc_local((WIDE,), f32)
-        for i in T.unroll(WIDE * 8):
-            sums[i] = 0.0
-        for quad in T.unroll(RUN // 4):
-            for i in T.unroll(8):
-                for e in T.vectorized(4):
-                    if reverse:  # 4 inner ones of output i
-                        m[i * 4 + e] = tile[i * GROUPS + thread % GROUPS, part_of(thread) * RUN + quad * 4 + e]
-                    else:  # 4 outputs by an inner one
-                        m[i * 4 + e] = tile[
-                            part_of(thread) * RUN + quad * 4 + i // 2, i % 2 * (K // 2) + thread % GROUPS * 4 + e
-                        ]
-            for r in T.unroll(4):
-                for e in T.vectorized(WIDE):
-                    s[e] = state[part_of(thread) * RUN + quad * 4 + r, columns_of(thread) + e]
-                for v in T.unroll(WIDE):
-                    for i in T.unroll(8):
-                        if reverse:
-                            sums[v * 8 + i] = sums[v * 8 + i] + m[i * 4 + r] * s[v]
-                        else:
-                            sums[v * 8 + i] = sums[v * 8 + i] + m[r * 8 + i] * s[v]
-        for v in T.unroll(WIDE):
-            if reverse:
-                for i in T.unroll(8):
-                    partial[part_of(thread), columns_of(thread) + v, i * GROUPS + thread % GROUPS] = sums[v * 8 + i]
-            else:
-                for half in T.unroll(2):
-                    for e in T.vectorized(4):
-                        partial[part_of(thread), columns_of(thread) + v, half * (K // 2) + thread % GROUPS * 4 + e] = (
-                            sums[v * 8 + half * 4 + e]
-                        )
 
     @T.macro
     def fetch(correction, row, head, tile):
         """Start to bring M^T of a row."""
         T.async_copy(correction[row, head, 0:K, 0:K], tile[0:K, 0:K])
-
-    @T.macro
-    def product(tile, state, partial, thread):
-        """What `multiply` says, once M^T and `state` are there; then both may be written again."""
-        T.ptx_wait_group(0)
-        T.sync_threads()
-        multiply(tile, state, partial, thread)
-        T.sync_threads()
 
     @T.macro
     def chain_states(block, group, maps, boundary, carried, initial, entry_row, shared):
@@ -139,7 +80,7 @@ def build_affine_chain(spec: KernelSpec):
                             state[thread % K, v] = boundary[at - way, head, group * COLUMNS + v, thread % K]
                         elif has_initial:
                             state[thread % K, v] = initial[first, head, group * COLUMNS + v, thread % K]
-                product(tile, state, partial, thread)
+                product(tile, state, partial, thread, shares, reverse)
             if follows == 1:
                 fetch(correction, by + way, head, tile)
             if needed == 1:
@@ -178,7 +119,7 @@ def build_affine_chain(spec: KernelSpec):
         if alive == 1 and length > 0:
             fetch(correction, row, head, tile)
             for step in T.serial(length):
-                product(tile, state, partial, thread)
+                product(tile, state, partial, thread, shares, reverse)
                 if step + 1 < length:
                     fetch(correction, row + step + 1, head, tile)
                 for i in T.unroll(SHARE):
@@ -194,14 +135,6 @@ def build_affine_chain(spec: KernelSpec):
                     thread % K, v
                 ]
 
-    @T.macro
-    def memory():
-        """M^T of a step, the states that it meets, and sums."""
-        tile = T.alloc_shared((K, K + PAD), f32)
-        state = T.alloc_shared((K, COLUMNS + PAD), f32)
-        partial = T.alloc_shared((PARTS, COLUMNS, K), f32)
-        return tile, state, partial
-
     if whole:
 
         @T.prim_func
@@ -216,7 +149,7 @@ def build_affine_chain(spec: KernelSpec):
             final_correction: T.Tensor((chains, HV, K, K), f32),
         ):
             with T.Kernel(rows * HV, (V + K) // COLUMNS, threads=THREADS) as (block, group):
-                shared = memory()
+                shared = product_memory(K)
                 maps = (links, corrects, correction)
                 if group < V // COLUMNS:
                     chain_states(block, group, maps, boundary, carried, initial, entry_row, shared)
@@ -237,6 +170,6 @@ def build_affine_chain(spec: KernelSpec):
         ):
             with T.Kernel(rows * HV, V // COLUMNS, threads=THREADS) as (block, group):
                 maps = (links, corrects, correction)
-                chain_states(block, group, maps, boundary, carried, initial, entry_row, memory())
+                chain_states(block, group, maps, boundary, carried, initial, entry_row, product_memory(K))
 
     return affine_chain

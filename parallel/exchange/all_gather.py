@@ -5,7 +5,17 @@ from __future__ import annotations
 import torch
 
 from flashqla_cp.parallel.comm import Comm, Peers
-from flashqla_cp.parallel.exchange.base import Exchange, GatheredFold, Kept, Links, PendingStates, Traffic, pack, unpack
+from flashqla_cp.parallel.exchange.base import (
+    Arrived,
+    Exchange,
+    GatheredFold,
+    Kept,
+    Links,
+    PendingStates,
+    Traffic,
+    pack,
+    unpack,
+)
 
 
 class AllGather(Exchange):
@@ -26,12 +36,17 @@ class AllGather(Exchange):
     def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
         counts, shape = (self.links.max_emitters, self.links.max_interior), boundary.shape[2:]
         pending = self.comm.all_gather(pack(boundary, correction, *counts))
-        return PendingStates(lambda: self.fold.forward(*unpack(pending.wait(), *counts, shape)))
+
+        def finish() -> Arrived:
+            maps = unpack(pending.wait(), *counts, shape)
+            return Arrived(self.fold.forward(*maps), self.fold.keep(maps[1]))
+
+        return PendingStates(finish)
 
     def backward(self, boundary: torch.Tensor, kept: Kept) -> PendingStates:
         counts, shape = (self.links.max_receivers, 0), boundary.shape[2:]
         pending = self.comm.all_gather(pack(boundary, None, *counts))
-        return PendingStates(lambda: self.fold.backward(unpack(pending.wait(), *counts, shape)[0], kept))
+        return PendingStates(lambda: Arrived(self.fold.backward(unpack(pending.wait(), *counts, shape)[0], kept)))
 
     def traffic(self, num_v_heads: int, head_k_dim: int, head_v_dim: int) -> Traffic:
         links, copies = self.links, num_v_heads * head_k_dim * (self.comm.world_size - 1)

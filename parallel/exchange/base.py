@@ -11,7 +11,7 @@ not travel again: whoever folded forward kept what the way back needs.
 A part is a fragment of a rank or, one level up, a run of neighbouring fragments of a node. Every owner counts its
 emitters, receivers and interior parts in stream order, and that is the order of the tensors it passes.
 
-Letters: P owners, n parts, h heads, K key dim, V value dim.
+States and maps are transposed as affine.py says. Letters: P owners, n parts, h heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Traffic = dict[str, list[tuple[str, int]]]
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """What an exchange brings: states [n, h, K, V], and what the backward exchange needs of the forward one."""
+    """What an exchange brings: states [n, h, V, K], and what the backward exchange needs of the forward one."""
 
     states: torch.Tensor
     kept: Kept = ()
@@ -51,11 +51,11 @@ class Exchange(Protocol):
     name: str
 
     def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
-        """Start. boundary [emitters, h, K, V], correction [interior, h, K, K] -> states [receivers, h, K, V]."""
+        """Start. boundary [emitters, h, V, K], correction [interior, h, K, K] -> states [receivers, h, V, K]."""
         ...
 
     def backward(self, boundary: torch.Tensor, kept: Kept) -> PendingStates:
-        """Start. boundary D [receivers, h, K, V] -> gradients [emitters, h, K, V]."""
+        """Start. boundary D [receivers, h, V, K] -> gradients [emitters, h, V, K]."""
         ...
 
     def traffic(self, num_v_heads: int, head_k_dim: int, head_v_dim: int) -> Traffic:
@@ -139,23 +139,23 @@ def pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:
 def pack(
     boundary: torch.Tensor, correction: torch.Tensor | None, num_boundary: int, num_correction: int
 ) -> torch.Tensor:
-    """One owner's message, head by head: [n, h, K, V], [m, h, K, K] -> [h, num_boundary*K*V + num_correction*K*K]."""
+    """One owner's message, head by head: [n, h, V, K], [m, h, K, K] -> [h, num_boundary*V*K + num_correction*K*K]."""
     columns = [pad_rows(boundary, num_boundary).transpose(0, 1).flatten(1)]
     if num_correction and correction is not None:
         columns.append(pad_rows(correction, num_correction).transpose(0, 1).flatten(1))
-    return torch.cat(columns, dim=1)
+    return torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
 
 
 def unpack(
     messages: torch.Tensor, num_boundary: int, num_correction: int, shape: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Messages of P owners [P, h, row] -> boundary [P*num_boundary, h, K, V], correction [P*num_correction, h, K, K].
+    """Messages of P owners [P, h, row] -> boundary [P*num_boundary, h, V, K], correction [P*num_correction, h, K, K].
 
-    shape: that of one state, (K, V). Row p*count+i belongs to part i of owner p.
+    shape: that of one state, (V, K). Row p*count+i belongs to part i of owner p. Views where a count is 1.
     """
-    key, value = shape
-    cut = num_boundary * key * value
-    boundary = messages[:, :, :cut].unflatten(2, (num_boundary, key, value)).transpose(1, 2).flatten(0, 1)
+    value, key = shape
+    cut = num_boundary * value * key
+    boundary = messages[:, :, :cut].unflatten(2, (num_boundary, value, key)).transpose(1, 2).flatten(0, 1)
     correction = messages[:, :, cut:].unflatten(2, (num_correction, key, key)).transpose(1, 2).flatten(0, 1)
     return boundary, correction
 
@@ -206,15 +206,20 @@ class GatheredFold:
             )
         return self._prepared[device]
 
-    def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> Arrived:
-        """boundary [rows, h, K, V], correction [rows, h, K, K] -> entry states, and the corrections backward needs."""
-        fold, _, kept = self._on(boundary.device)
-        return Arrived(fold(boundary, correction), (correction.index_select(0, kept),))
+    def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> torch.Tensor:
+        """boundary [rows, h, V, K], correction [rows, h, K, K] -> entry states."""
+        fold, _, _ = self._on(boundary.device)
+        return fold(boundary, correction)
 
-    def backward(self, boundary: torch.Tensor, kept: Kept) -> Arrived:
-        """boundary D [rows, h, K, V] -> gradients of the states behind emitters."""
+    def keep(self, correction: torch.Tensor) -> Kept:
+        """The corrections that backward needs."""
+        _, _, kept = self._on(correction.device)
+        return (correction.index_select(0, kept),)
+
+    def backward(self, boundary: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """boundary D [rows, h, V, K] -> gradients of the states behind emitters."""
         _, fold, _ = self._on(boundary.device)
-        return Arrived(fold(boundary, kept[0], adjoint=True))
+        return fold(boundary, kept[0], adjoint=True)
 
 
 def _at(part: Part, count: int, place: int | None) -> int | None:

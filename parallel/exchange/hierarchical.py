@@ -69,24 +69,24 @@ class Sweep:
     num_out: int
 
     def compose(self, boundary: torch.Tensor, correction: torch.Tensor, *, adjoint: bool) -> torch.Tensor:
-        """Prefix maps [maps, h, K, V + K] of all runs, E beside M; M is meaningless where E is the whole state."""
+        """Prefix maps [maps, h, V + K, K] of all runs, E above M; M is meaningless where E is the whole state."""
         boundary = boundary.index_select(0, self.boundary)
         correction = correction.index_select(0, self.correction)
         matrix = correction.mT if adjoint else correction
         begins = torch.where(self.first[:, None, None, None], matrix, torch.zeros_like(matrix))
-        return self.folds(torch.cat([boundary, begins], dim=-1), correction, adjoint=adjoint)
+        return self.folds(torch.cat([boundary, begins], dim=-2), correction, adjoint=adjoint)
 
     def finish(self, prefixes: torch.Tensor, runs: torch.Tensor) -> torch.Tensor:
-        """Combine prefixes with the states [runs, h, K, V] that reached the runs -> [num_out, h, K, V]."""
-        value = runs.shape[-1]
+        """Combine prefixes with the states [runs, h, V, K] that reached the runs -> [num_out, h, V, K]."""
+        value = runs.shape[-2]
         out = runs.new_zeros(self.num_out, *runs.shape[1:])
         rows, source = self.plain
-        out.index_copy_(0, rows, prefixes.index_select(0, source)[..., :value])
+        out.index_copy_(0, rows, prefixes.index_select(0, source)[..., :value, :])
         rows, source = self.direct
         out.index_copy_(0, rows, runs.index_select(0, source))
         rows, source, run = self.through
         prefix = prefixes.index_select(0, source)
-        out.index_copy_(0, rows, affine(prefix[..., value:], runs.index_select(0, run), prefix[..., :value]))
+        out.index_copy_(0, rows, affine(prefix[..., value:, :], runs.index_select(0, run), prefix[..., :value, :]))
         return out
 
 
@@ -228,16 +228,17 @@ class Hierarchical(Exchange):
         def finish() -> Arrived:
             maps, corrections = unpack(arrive(), *counts, torch.Size(shape))
             prefixes = sweep.compose(maps, _never_empty(corrections), adjoint=False)
-            value = shape[-1]
+            value = shape[0]
             entering = maps.new_zeros(self.num_runs[0], *maps.shape[1:])
             kept: Kept = ()
             if self.outer is not None:
-                run_maps = prefixes.index_select(0, sweep.run_boundary)[..., :value].contiguous()
-                run_corrections = prefixes.index_select(0, sweep.run_correction)[..., value:].contiguous()
+                run_maps = prefixes.index_select(0, sweep.run_boundary)[..., :value, :].contiguous()
+                run_corrections = prefixes.index_select(0, sweep.run_correction)[..., value:, :].contiguous()
                 arrived = self.outer.forward(run_maps, run_corrections).wait()
                 entering, kept = arrived.states, arrived.kept
             out = self.router.collect(sweep.finish(prefixes, entering), num_heads, links.max_receivers)
-            return Arrived(out[: links.receivers[self.comm.rank]], (corrections.contiguous(), *kept))
+            kept = (corrections.contiguous(), *kept)
+            return Arrived(out()[: links.receivers[self.comm.rank]], kept)
 
         return PendingStates(finish)
 
@@ -252,10 +253,10 @@ class Hierarchical(Exchange):
             prefixes = sweep.compose(maps, _never_empty(kept[0]), adjoint=True)
             leaving = maps.new_zeros(self.num_runs[1], *maps.shape[1:])
             if self.outer is not None:
-                run_maps = prefixes.index_select(0, sweep.run_boundary)[..., : shape[-1]].contiguous()
+                run_maps = prefixes.index_select(0, sweep.run_boundary)[..., : shape[0], :].contiguous()
                 leaving = self.outer.backward(run_maps, kept[1:]).wait().states
             out = self.router.collect(sweep.finish(prefixes, leaving), num_heads, links.max_emitters)
-            return Arrived(out[: links.emitters[self.comm.rank]])
+            return Arrived(out()[: links.emitters[self.comm.rank]])
 
         return PendingStates(finish)
 

@@ -116,21 +116,22 @@ class Scan(Exchange):
 
     def _forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> Arrived:
         rounds, shift = self._on(boundary.device)
-        value = boundary.shape[-1]
+        value = boundary.shape[-2]
         kept = []
         for step in rounds:
             send = boundary.index_select(0, step.sources)
             if step.carries:
                 room = correction.new_zeros(len(send), *correction.shape[1:])
                 room.index_copy_(0, step.carriers, correction.index_select(0, step.carried))
-                send = torch.cat([send, room], dim=-1)
+                send = torch.cat([send, room], dim=-2)
             arrived = self.comm.all_to_all(send, step.send_counts, step.receive_counts).wait()
             matrix = correction.index_select(0, step.target_corrections)
             kept.append(matrix)
-            joined = affine(matrix, arrived[..., :value], boundary.index_select(0, step.targets))
+            joined = affine(matrix, arrived[..., :value, :], boundary.index_select(0, step.targets))
             boundary = boundary.index_copy(0, step.targets, joined)
             if len(step.partial):
-                own, arriving = matrix.index_select(0, step.partial), arrived.index_select(0, step.partial)[..., value:]
+                own = matrix.index_select(0, step.partial)
+                arriving = arrived.index_select(0, step.partial)[..., value:, :]
                 rows = step.target_corrections.index_select(0, step.partial)
                 correction = correction.index_copy(0, rows, affine(own, arriving, torch.zeros_like(arriving)))
         send = boundary.index_select(0, shift.sources)

@@ -41,13 +41,14 @@ class HeadRouter:
         pending = self.comm.all_to_all(message, counts, [mine] * self.comm.world_size)
         return lambda: pending.wait().unflatten(0, (self.comm.world_size, mine))
 
-    def collect(self, states: torch.Tensor, num_heads: int, per_rank: int) -> torch.Tensor:
-        """States for every rank, heads owned here [P*per_rank, h, K, V] -> states of this rank [per_rank, HV, K, V]."""
+    def collect(self, states: torch.Tensor, num_heads: int, per_rank: int) -> Callable[[], torch.Tensor]:
+        """Start: states for every rank, heads owned here [P*per_rank, h, V, K] -> a wait for those of this rank
+        [per_rank, HV, V, K]."""
         size, counts = self.comm.world_size, head_counts(num_heads, self.comm.world_size)
         mine, shape = counts[self.comm.rank], states.shape[2:]
         send = states.unflatten(0, (size, per_rank)).transpose(1, 2).reshape(size * mine, per_rank * shape.numel())
-        received = self.comm.all_to_all(send, [mine] * size, counts).wait()
-        return received.unflatten(1, (per_rank, *shape)).transpose(0, 1)
+        pending = self.comm.all_to_all(send, [mine] * size, counts)
+        return lambda: pending.wait().unflatten(1, (per_rank, *shape)).transpose(0, 1)
 
     def sent(self, num_heads: int, row: int) -> int:
         """Numbers that scatter sends to other ranks."""
@@ -80,9 +81,10 @@ class Sharded(Exchange):
         arrive = self.router.scatter(pack(boundary, correction, *counts))
 
         def finish() -> Arrived:
-            folded = self.fold.forward(*unpack(arrive(), *counts, torch.Size(shape)))
-            states = self.router.collect(folded.states, num_heads, links.max_receivers)
-            return Arrived(states[: links.receivers[self.comm.rank]], folded.kept)
+            maps = unpack(arrive(), *counts, torch.Size(shape))
+            states = self.router.collect(self.fold.forward(*maps), num_heads, links.max_receivers)
+            kept = self.fold.keep(maps[1])  # copied beside the way back
+            return Arrived(states()[: links.receivers[self.comm.rank]], kept)
 
         return PendingStates(finish)
 
@@ -93,8 +95,8 @@ class Sharded(Exchange):
 
         def finish() -> Arrived:
             folded = self.fold.backward(unpack(arrive(), *counts, torch.Size(shape))[0], kept)
-            states = self.router.collect(folded.states, num_heads, links.max_emitters)
-            return Arrived(states[: links.emitters[self.comm.rank]])
+            states = self.router.collect(folded, num_heads, links.max_emitters)
+            return Arrived(states()[: links.emitters[self.comm.rank]])
 
         return PendingStates(finish)
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from flashqla_cp import build_cp_context, causal_conv1d, chunk_gated_delta_rule
-from flashqla_cp.parallel.affine import affine
+from flashqla_cp.parallel.affine import ChainFold, Link, affine
+from flashqla_cp.parallel.exchange.base import unpack
 from flashqla_cp.testing.cases import Case
 from flashqla_cp.testing.inputs import GATES, make_inputs
 from flashqla_cp.testing.metrics import relative_l2
@@ -99,7 +100,25 @@ def test_fold_stays_fp32_where_tf32_is_allowed(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     matrix, state, boundary = (torch.randn(4, 128, 128, generator=generator, dtype=torch.float64) for _ in range(3))
     got = affine(*(x.float().to(DEVICE) for x in (matrix, state, boundary)))
-    assert relative_l2(got.cpu().double(), boundary + matrix @ state) < 1e-6
+    assert relative_l2(got.cpu().double(), boundary + state @ matrix) < 1e-6
+
+
+@pytest.mark.parametrize("adjoint", [False, True])
+def test_fold_on_its_kernel(adjoint):
+    generator = torch.Generator().manual_seed(0)
+    sent = [torch.randn(4, 2 * 128 * 128, generator=generator) / 11 for _ in range(8)]
+    maps = unpack(torch.stack(sent), 1, 1, torch.Size((128, 128)))
+    order = range(7, -1, -1) if adjoint else range(8)
+    fold = ChainFold.of([[Link(row, row, row) for row in order]], 8)
+    expected = fold(*(x.double() for x in maps), adjoint=adjoint)
+    on_gpu = ChainFold.of([[Link(row, row, row) for row in order]], 8, DEVICE)
+    message = torch.stack(sent).to(DEVICE)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        got = on_gpu(*unpack(message, 1, 1, torch.Size((128, 128))), adjoint=adjoint)
+        torch.cuda.synchronize()
+    assert relative_l2(got.cpu().double(), expected) < 1e-6
+    kernels = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert [name for name in kernels if "fold" in name] == kernels, "one launch, no copies"
 
 
 def test_no_synchronisation_once_the_context_is_built(tmp_path):
