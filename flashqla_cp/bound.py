@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,22 @@ from flashqla_cp.kernels.reference import chunked
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.headwise import Headwise
 from flashqla_cp.program import Program
+
+
+class Options(NamedTuple):
+    """What chunk_gated_delta_rule is given beside tensors and documents, here by shorter names. In the order in which
+    the operator of library.py takes them, which sees from A_log whether there is a gate."""
+
+    scale: float | None
+    final: bool
+    l2norm: bool
+    state_v_first: bool
+    sigmoid: bool
+    double: bool
+    backend: str
+    recompute: str
+    forget_below: float | None
+    gate: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -57,64 +73,48 @@ class Bound:
 
 
 def bind(
-    q: Any,
-    k: Any,
-    v: Any,
-    g: Any,
-    beta: Any,
-    *,
-    scale: float | None,
-    initial_state: Any,
-    final: bool,
-    l2norm: bool,
+    given: Sequence[Any],
+    options: Options,
     cu_seqlens: Any,
     cu_seqlens_cpu: Any,
-    state_v_first: bool,
-    gate: bool,
-    A_log: Any,
-    dt_bias: Any,
-    sigmoid: bool,
-    double: bool,
     context: CPContext | None,
-    backend: str,
-    recompute: str,
-    forget_below: float | None,
     trains: bool | None = None,
 ) -> Bound:
-    """Check the arguments of chunk_gated_delta_rule, here by shorter names, and decide what runs it.
+    """Check the arguments of chunk_gated_delta_rule and decide what runs it.
 
-    trains: whether gradients will be wanted, None to look for oneself.
+    given: its q, k, v, g, beta, A_log, dt_bias and initial_state. trains: whether gradients will be wanted, None to
+    look for oneself.
     """
-    named = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
-    q, k, v, g, beta = tensors = tuple(as_tensor(x, name) for name, x in named.items())
+    q, k, v, g, beta = tensors = tuple(map(as_tensor, given[:5], ("q", "k", "v", "g", "beta")))
+    A_log, dt_bias, initial_state = given[5:]
     check_op_inputs(q, k, v, g, beta)
     num_v_heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
-    check_gate(A_log, dt_bias, gate)
+    check_gate(A_log, dt_bias, options.gate)
     A_log = as_parameter(A_log, "A_log", (num_v_heads,), q.device)
     dt_bias = as_parameter(dt_bias, "dt_bias", (num_v_heads,), q.device)
-    scale = check_scale(scale, key_dim)
-    check_recompute(recompute)
-    forget_below = check_forget_below(forget_below)
-    check_double(double, sigmoid)
+    scale = check_scale(options.scale, key_dim)
+    check_recompute(options.recompute)
+    forget_below = check_forget_below(options.forget_below)
+    check_double(options.double, options.sigmoid)
     if trains is None:
         trains = wants_gradients((*tensors, initial_state, A_log, dt_bias))
-    kernels = kernels_for(backend, q, v, trains)
+    kernels = kernels_for(options.backend, q, v, trains)
     there = None
     if kernels is not None and context is None:
         there = offsets_left_on(q, "q", cu_seqlens, cu_seqlens_cpu)
     offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, context) if there is None else there
-    state_dims = (value_dim, key_dim) if state_v_first else (key_dim, value_dim)
+    state_dims = (value_dim, key_dim) if options.state_v_first else (key_dim, value_dim)
     state_shape = (len(offsets) - 1, num_v_heads, *state_dims)
     initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)
     call = Call(
         kernels=kernels,
-        l2norm=l2norm,
-        sigmoid=sigmoid,
-        double=double,
+        l2norm=options.l2norm,
+        sigmoid=options.sigmoid,
+        double=options.double,
         scale=scale,
-        final=final,
-        state_v_first=state_v_first,
-        recompute=recompute,
+        final=options.final,
+        state_v_first=options.state_v_first,
+        recompute=options.recompute,
         forget_below=forget_below,
     )
     return Bound(

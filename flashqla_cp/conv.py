@@ -231,11 +231,10 @@ def _document_table(offsets: Sequence[int], num_tokens: int, width: int, device:
 def _context_table(context: CPContext, width: int, device: torch.device) -> ConvTable:
     key = ("conv", width, device)
     if key not in context.memo:
-        start, length = _pieces(context)
-        halo = context.halo(width)
+        own, halo = context.plan.fragments.owned_by(context.rank), context.halo(width)
         context.memo[key] = ConvTable.of(
-            start.tolist(),
-            length.tolist(),
+            own.offset.tolist(),
+            own.length.tolist(),
             context.local_tokens,
             halo.sources,
             sum(halo.receive_counts),
@@ -248,16 +247,9 @@ def _context_table(context: CPContext, width: int, device: torch.device) -> Conv
 def _context_places(context: CPContext, width: int, device: torch.device) -> Places:
     key = ("conv places", width, device)
     if key not in context.memo:
-        halo = context.halo(width)
+        own, halo = context.plan.fragments.owned_by(context.rank), context.halo(width)
         arrived = sum(halo.receive_counts)
         context.memo[key] = kernels.places_of_fragments(
-            *_pieces(context), context.local_tokens, halo.sources, arrived, device
+            own.offset, own.length, context.local_tokens, halo.sources, arrived, device
         )
     return context.memo[key]
-
-
-def _pieces(context: CPContext) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where this rank's fragments begin among its tokens, and their lengths, int64."""
-    pieces = context.plan.fragments
-    mine = pieces.of_rank(context.rank)
-    return pieces.offset[mine], (pieces.end - pieces.start)[mine]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from flashqla_cp import fused_grad
-from flashqla_cp.bound import Bound, bind, kernels_for
+from flashqla_cp.bound import Bound, Options, bind, kernels_for
 from flashqla_cp.chains import Kept, Local
 from flashqla_cp.fused import documents_of
 from flashqla_cp.gate import without_autocast
@@ -48,28 +48,9 @@ def _bound(
     options: Sequence[Any],
 ) -> Bound:
     """The call of an operator, its arguments checked. options: what stands behind the handle in OPTIONS."""
-    scale, final, l2norm, state_v_first, sigmoid, double, backend, recompute, forget_below, trains = options
-    *tensors, A_log, dt_bias, initial_state = given
-    return bind(
-        *tensors,
-        scale=scale,
-        initial_state=initial_state,
-        final=final,
-        l2norm=l2norm,
-        cu_seqlens=offsets,
-        cu_seqlens_cpu=None,
-        state_v_first=state_v_first,
-        gate=A_log is not None,
-        A_log=A_log,
-        dt_bias=dt_bias,
-        sigmoid=sigmoid,
-        double=double,
-        context=None if handle is None else context_of(handle),
-        backend=backend,
-        recompute=recompute,
-        forget_below=forget_below,
-        trains=trains,
-    )
+    *passed, trains = options
+    call = Options._make([*passed, given[5] is not None])
+    return bind(given, call, offsets, None, None if handle is None else context_of(handle), trains)
 
 
 def _run_rule(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from flashqla_cp.bound import bind
+from flashqla_cp.bound import Options, bind
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.traced import traced_rule
 
@@ -79,45 +79,19 @@ def chunk_gated_delta_rule(
         TypeError, ValueError: a bad argument; the text names it. NotImplementedError: no kernel for it, with what
         would work. RuntimeError: backend="auto" in training on a GPU without kernels.
     """
-    if torch.compiler.is_compiling():
-        return traced_rule(
-            (q, k, v, g, beta),
-            scale=scale,
-            initial_state=initial_state,
-            final=output_final_state,
-            l2norm=use_qk_l2norm_in_kernel,
-            offsets=cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu,
-            state_v_first=state_v_first,
-            gate=use_gate_in_kernel,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            sigmoid=use_beta_sigmoid_in_kernel,
-            double=allow_neg_eigval,
-            context=cp_context,
-            backend=backend,
-            recompute=recompute,
-            forget_below=forget_below,
-        )
-    return bind(
-        q,
-        k,
-        v,
-        g,
-        beta,
+    given = q, k, v, g, beta, A_log, dt_bias, initial_state
+    options = Options(
         scale=scale,
-        initial_state=initial_state,
         final=output_final_state,
         l2norm=use_qk_l2norm_in_kernel,
-        cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu,
         state_v_first=state_v_first,
-        gate=use_gate_in_kernel,
-        A_log=A_log,
-        dt_bias=dt_bias,
         sigmoid=use_beta_sigmoid_in_kernel,
         double=allow_neg_eigval,
-        context=cp_context,
         backend=backend,
         recompute=recompute,
         forget_below=forget_below,
-    ).run()
+        gate=use_gate_in_kernel,
+    )
+    if torch.compiler.is_compiling():
+        return traced_rule(given, options, cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, cp_context)
+    return bind(given, options, cu_seqlens, cu_seqlens_cpu, cp_context).run()

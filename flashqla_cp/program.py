@@ -82,17 +82,16 @@ class Program:
         """The fragments that this rank holds, in slot order; kept in the context."""
         key = ("program", device)
         if key not in context.memo:
-            context.memo[key] = cls._of_fragments(context, context.plan.fragments, device)
+            context.memo[key] = cls._of_fragments(context, context.plan.fragments.owned_by(context.rank), device)
         return context.memo[key]
 
     @classmethod
-    def _of_fragments(cls, context: CPContext, pieces: Fragments, device: torch.device) -> Program:
-        plan, mine = context.plan, pieces.of_rank(context.rank)
-        document = pieces.document[mine].tolist()
-        enters, leaves = pieces.has_predecessor[mine], pieces.has_successor[mine]
+    def _of_fragments(cls, context: CPContext, own: Fragments, device: torch.device) -> Program:
+        plan, document = context.plan, own.document.tolist()
+        enters, leaves = own.has_predecessor, own.has_successor
         return cls._build(
-            pieces.offset[mine].tolist(),
-            (pieces.end - pieces.start)[mine].tolist(),
+            own.offset.tolist(),
+            own.length.tolist(),
             context.local_tokens,
             plan.num_documents,
             device,

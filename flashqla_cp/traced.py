@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from flashqla_cp import library as library  # enters the operators
-from flashqla_cp.bound import wants_gradients
+from flashqla_cp.bound import Options, wants_gradients
 from flashqla_cp.checks import (
     check_double,
     check_forget_below,
@@ -26,50 +26,25 @@ from flashqla_cp.parallel.plan import offsets_tensor, refuse_dtensor
 
 
 def traced_rule(
-    tensors: Sequence[torch.Tensor],
-    *,
-    scale: float | None,
-    initial_state: torch.Tensor | None,
-    final: bool,
-    l2norm: bool,
-    offsets: Any,
-    state_v_first: bool,
-    gate: bool,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    sigmoid: bool,
-    double: bool,
-    context: CPContext | None,
-    backend: str,
-    recompute: str,
-    forget_below: float | None,
+    given: Sequence[Any], options: Options, offsets: Any, context: CPContext | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Results of the op on q, k, v, g, beta, with what shapes tell checked now and the rest when the graph runs."""
-    given = (*tensors, A_log, dt_bias, initial_state)
-    for name, x in zip(("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"), given, strict=True):
+    """Results of the op, with what shapes tell checked now and the rest when the graph runs. given: as bind has it."""
+    for x, name in zip(given, ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"), strict=True):
         _check(x, name)
-    check_op_inputs(*tensors)
-    check_gate(A_log, dt_bias, gate)
-    check_recompute(recompute)
-    forget_below = check_forget_below(forget_below)
-    check_double(double, sigmoid)
-    scale = check_scale(scale, tensors[0].shape[3])
+    q, k, v, g, beta, A_log, dt_bias, _ = given
+    check_op_inputs(q, k, v, g, beta)
+    check_gate(A_log, dt_bias, options.gate)
+    check_recompute(options.recompute)
+    check_double(options.double, options.sigmoid)
     trains = wants_gradients(given)
-    o, final_state, _ = torch.ops.flashqla_cp.gated_delta_rule(
-        *given,
-        *_documents(offsets, context),
-        scale,
-        final,
-        l2norm,
-        state_v_first,
-        sigmoid,
-        double,
-        backend,
-        recompute if trains else "forward",  # then nothing is kept
-        forget_below,
-        trains,
+    *passed, _ = options._replace(
+        scale=check_scale(options.scale, q.shape[3]),
+        recompute=options.recompute if trains else "forward",  # then nothing is kept
+        forget_below=check_forget_below(options.forget_below),
     )
-    return o, final_state if final else None
+    documents = _documents(offsets, context)
+    o, final_state, _ = torch.ops.flashqla_cp.gated_delta_rule(*given, *documents, *passed, trains)
+    return o, final_state if options.final else None
 
 
 def traced_conv(

@@ -1,19 +1,15 @@
-"""From KernelSpec to a loaded kernel: the table of builders, the compiler processes, the cache on disk.
+"""From KernelSpec to a loaded kernel: the builder's text through the compiler processes into the cache on disk.
 
 The only caller of the TileLang JIT. It does so in the processes of workers.py, so that a program that only loads
-finished kernels never traces one, and kernels compile side by side. A cache entry is keyed by what decides the code
-(the spec, the builder's sources, the versions of tilelang and apache-tvm-ffi) and not by the host, so that a cache
-made on one machine serves another.
+finished kernels never traces one, and kernels compile side by side. builders.py says what builds a spec and what its
+entry in the cache is called.
 
 Entry: library.so (host stub and cubin), device.cu, host.c, kernel.json (resources, sizes, versions), manifest.json.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -21,175 +17,18 @@ import subprocess
 import tempfile
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from flashqla_cp.kernels import settings
-from flashqla_cp.kernels.arch import Arch
-from flashqla_cp.kernels.cache import Cache, content_key
+from flashqla_cp.kernels.builders import cache_key, find_builder
+from flashqla_cp.kernels.cache import Cache
 from flashqla_cp.kernels.emitted import describe_kernels
 from flashqla_cp.kernels.spec import KernelSpec
+from flashqla_cp.kernels.toolchain import TESTED_VERSIONS, check_toolchain, check_versions, installed_version
 from flashqla_cp.kernels.workers import run_requests, serve
-
-FORMAT = 2  # of an entry; raise it when the files of an entry change
-TESTED_VERSIONS = {"tilelang": "0.1.15", "apache-tvm-ffi": "0.1.12"}
-CUDA_PACKAGES = "cuda-toolkit[nvcc,cudart,cccl]==13.0.*"  # nvcc alone lacks headers, or gets those of another version
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Builder:
-    """Where the text of a kernel is: "module:function", and the files besides that module that decide its code.
-
-    The function takes a KernelSpec and returns a TileLang PrimFunc. pass_configs: TileLang pass options, sorted pairs.
-    rows: "module:function" that lists what to compile ahead, from an Arch and choices such as {"heads": [16, 32]}.
-    """
-
-    function: str
-    sources: tuple[str, ...] = ()
-    pass_configs: tuple[tuple[str, Any], ...] = ()
-    rows: str = ""
-
-
-_BUILDERS: dict[tuple[str, str], Builder] = {}
-
-
-def register_builder(
-    stage: str,
-    family: str,
-    function: str,
-    sources: Iterable[str | Path] = (),
-    pass_configs: dict[str, Any] | None = None,
-    rows: str = "",
-) -> None:
-    """Enter the builder of a stage for a family of architectures.
-
-    Raises:
-        ValueError: another builder is registered for them.
-    """
-    builder = Builder(
-        function=function,
-        sources=tuple(str(s) for s in sources),
-        pass_configs=tuple(sorted((pass_configs or {}).items())),
-        rows=rows,
-    )
-    if _BUILDERS.setdefault((stage, family), builder) != builder:
-        raise ValueError(
-            f"stage: got {stage!r} for {family!r} twice, expected one builder ({_BUILDERS[stage, family].function})"
-        )
-
-
-def registered() -> list[tuple[str, str]]:
-    """Every (stage, family) that has a builder, sorted."""
-    return sorted(_BUILDERS)
-
-
-def rows_to_compile(arch: Arch, choices: Mapping[str, Sequence[int]]) -> list[KernelSpec]:
-    """Every spec that the registered stages want compiled ahead for an architecture, without repeats."""
-    found: dict[KernelSpec, None] = {}
-    for (_, family), builder in sorted(_BUILDERS.items()):
-        if family == arch.family and builder.rows:
-            module, _, function = builder.rows.partition(":")
-            found |= dict.fromkeys(getattr(importlib.import_module(module), function)(arch, choices))
-    return list(found)
-
-
-def find_builder(spec: KernelSpec) -> Builder:
-    """The builder of a spec.
-
-    Raises:
-        NotImplementedError: the stage has no kernel for this architecture.
-    """
-    family = spec.target.family
-    if (spec.stage, family) not in _BUILDERS:
-        others = sorted(f for s, f in _BUILDERS if s == spec.stage)
-        raise NotImplementedError(
-            f"stage {spec.stage!r} has no kernel for {spec.arch}; it has for: {', '.join(others) or 'none'}"
-        )
-    return _BUILDERS[spec.stage, family]
-
-
-def _file_digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
-def _source_files(builder: Builder) -> list[str]:
-    module = builder.function.partition(":")[0]
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
-        raise ValueError(f"function: got {builder.function!r}, but there is no module {module!r}")
-    own = Path(__file__).parent
-    shared = [own / "tuning.py", own / "arch.py", own / "spec.py"]
-    folders = [Path(s) for s in builder.sources]
-    listed = [f for folder in folders for f in (sorted(folder.rglob("*.py")) if folder.is_dir() else [folder])]
-    return [found.origin, *map(str, shared), *map(str, listed)]
-
-
-def cache_key(spec: KernelSpec) -> str:
-    """Key of the entry that a spec has with the sources and versions installed here."""
-    builder = find_builder(spec)
-    return content_key(
-        {
-            "format": FORMAT,
-            "spec": spec.to_dict(),
-            "function": builder.function,
-            "pass_configs": dict(builder.pass_configs),
-            "sources": [_file_digest(path) for path in _source_files(builder)],
-            "versions": {name: _installed(name) for name in TESTED_VERSIONS},
-        }
-    )
-
-
-def _installed(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        tested = TESTED_VERSIONS[package]
-        raise RuntimeError(f"{package} is not installed; install it with: pip install {package}=={tested}") from None
-
-
-_warned: set[tuple[str, str]] = set()
-
-
-def check_versions() -> None:
-    """Warn, once per process, of installed versions that the kernels were not tested with.
-
-    Raises:
-        RuntimeError: tilelang or apache-tvm-ffi is missing; the text says how to install it.
-    """
-    for package, tested in TESTED_VERSIONS.items():
-        installed = _installed(package)
-        if installed != tested and (package, installed) not in _warned:
-            _warned.add((package, installed))
-            warnings.warn(
-                f"{package} {installed} is installed, but the kernels were tested with {tested} only; to have that: "
-                f"pip install {package}=={tested}",
-                stacklevel=3,
-            )
-
-
-def check_toolchain() -> None:
-    """Refuse early when a kernel could not be compiled here.
-
-    Raises:
-        RuntimeError: tilelang, apache-tvm-ffi, nvcc or the host's C++ compiler is missing; the text names the package.
-    """
-    check_versions()
-    if settings.find_nvcc() is None:
-        raise RuntimeError(
-            "nvcc was not found on PATH, in CUDA_HOME/bin nor among the installed packages; install the CUDA toolkit "
-            f"12.8 or newer (pip install '{CUDA_PACKAGES}', or your system's cuda-toolkit package), or copy a "
-            "cache made elsewhere"
-        )
-    if settings.find_host_compiler() is None:
-        chosen = os.environ.get("CXX") or os.environ.get("CC")
-        what = f"the C++ compiler {chosen!r} of CXX or CC was not found" if chosen else "g++ was not found on PATH"
-        raise RuntimeError(
-            f"{what}, and nvcc cannot work without it; install the GNU C++ compiler (package g++ on Debian and Ubuntu, "
-            "gcc-c++ on Fedora and Red Hat), or copy a cache made elsewhere"
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -360,7 +199,7 @@ def _compile_into(folder: Path, request: dict[str, Any]) -> None:
         "spec": spec.to_dict(),
         "kernels": describe_kernels(library.read_bytes(), device, host, log.text),
         "seconds": round(time.monotonic() - started, 2),
-        "versions": {name: _installed(name) for name in TESTED_VERSIONS} | {"nvcc": _nvcc_version()},
+        "versions": {name: installed_version(name) for name in TESTED_VERSIONS} | {"nvcc": _nvcc_version()},
     }
     (folder / "kernel.json").write_text(json.dumps(info, indent=1))
 

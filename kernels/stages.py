@@ -1,6 +1,6 @@
 """The kernels of this package: which function builds a stage for which family, and what to compile ahead.
 
-Importing this module enters them in build.py's table; tilelang is imported by the builders only.
+Importing this module enters them in builders.py's table; tilelang is imported by the builders only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flashqla_cp.kernels.arch import Arch
-from flashqla_cp.kernels.build import register_builder
+from flashqla_cp.kernels.builders import register_builder
 from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 HEAD_DIMS = (64, 128)

@@ -218,10 +218,10 @@ class _Unshard(torch.autograd.Function):
 
 def _local_pieces(plan: ShardPlan, rank: int) -> tuple[list[int], list[int]]:
     """Offsets of a rank's pieces in storage order, and their documents; the padded end is left off."""
-    mine = plan.fragments.of_rank(rank)
-    columns = (plan.fragments.offset, plan.fragments.end - plan.fragments.start, plan.fragments.document)
+    own = plan.fragments.owned_by(rank)
+    columns = (own.offset, own.length, own.document)
     offsets, documents = [0], []
-    for start, length, document in sorted(zip(*(column[mine].tolist() for column in columns), strict=True)):
+    for start, length, document in sorted(zip(*(column.tolist() for column in columns), strict=True)):
         if start > offsets[-1]:
             offsets.append(start)
             documents.append(-1)

@@ -8,7 +8,7 @@ in these arrays is its slot. Tokens past the last document (the padded tail) bel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -33,6 +33,11 @@ class Fragments:
     has_successor: torch.Tensor
 
     @property
+    def length(self) -> torch.Tensor:
+        """Tokens of each."""
+        return self.end - self.start
+
+    @property
     def crosses_ranks(self) -> bool:
         """Whether some document's state has to travel from one rank to another."""
         return bool((self.has_successor[:-1] & (self.rank[:-1] != self.rank[1:])).any())
@@ -40,6 +45,11 @@ class Fragments:
     def of_rank(self, rank: int) -> torch.Tensor:
         """Slots of one rank in stream order, int64."""
         return (self.rank == rank).nonzero().flatten()
+
+    def owned_by(self, rank: int) -> Fragments:
+        """Those of one rank, in stream order."""
+        mine = self.of_rank(rank)
+        return Fragments(**{column.name: getattr(self, column.name)[mine] for column in fields(self)})
 
 
 def merge_touching(ranges: Sequence[Range]) -> tuple[Range, ...]:

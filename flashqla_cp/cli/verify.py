@@ -48,13 +48,24 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 LONGEST_TIMEOUT = 86400  # seconds
 
 # Largest relative errors allowed, by dtype. Against one rank: rows and states, and parameters' gradients, of which each
-# rank rounds its part before they are added up. Against the oracle: o and final_state, dg, the rest, and the layer,
-# which rounds after every projection, forward and backward, where it is narrow.
+# rank rounds its part before they are added up. Against the oracle: o and final_state, dg, the rest.
 BARS = {
-    "float64": {"rows": 1e-10, "parameters": 1e-10, "o": 1e-10, "dg": 1e-10, "rest": 1e-10, "layer": 1e-10},
-    "float32": {"rows": 1e-5, "parameters": 1e-5, "o": 1e-5, "dg": 1e-5, "rest": 1e-5, "layer": 1e-5},
-    "float16": {"rows": 3e-3, "parameters": 3e-3, "o": 5e-3, "dg": 2e-2, "rest": 1e-2, "layer": 2e-2},
-    "bfloat16": {"rows": 3e-3, "parameters": 1e-2, "o": 5e-3, "dg": 2e-2, "rest": 1e-2, "layer": 5e-2},
+    "float64": {"rows": 1e-10, "parameters": 1e-10, "o": 1e-10, "dg": 1e-10, "rest": 1e-10},
+    "float32": {"rows": 1e-5, "parameters": 1e-5, "o": 1e-5, "dg": 1e-5, "rest": 1e-5},
+    "float16": {"rows": 3e-3, "parameters": 3e-3, "o": 5e-3, "dg": 2e-2, "rest": 1e-2},
+    "bfloat16": {"rows": 3e-3, "parameters": 1e-2, "o": 5e-3, "dg": 2e-2, "rest": 1e-2},
+}
+# Of the layer, which rounds after every projection, forward and backward, where it is narrow: its parameters' gradients
+# against one rank, and everything against the oracle. In fp32 one process alone errs by up to 1.7e-5, over all cases
+# and windows. Its norm divides by the size of o: a token whose o is 1/30 of most sends back gradients 30 times as
+# large, with the rounding of o in them. That is 1.5e-5 of dhidden_states in the windows around one token (1.4e-5 also
+# with a recurrence token by token), and what is left of it in the dg of a chunk adds up in dA_log and ddt_bias. Ranks
+# round in other places, by as much; the bar is twice that error, rounded up.
+LAYER_BARS = {
+    "float64": {"parameters": 1e-10, "all": 1e-10},
+    "float32": {"parameters": 4e-5, "all": 4e-5},
+    "float16": {"parameters": 3e-3, "all": 2e-2},
+    "bfloat16": {"parameters": 1e-2, "all": 5e-2},
 }
 
 
@@ -163,9 +174,11 @@ def bar_of(part: str, against: str, name: str, dtype: str) -> float:
     """Largest error that one tensor may have."""
     bars = BARS[dtype]
     if against == "one rank":
-        return bars["rows" if name in TOKEN_RESULTS | {"final_state", "dinitial_state"} else "parameters"]
+        if name in TOKEN_RESULTS | {"final_state", "dinitial_state"}:
+            return bars["rows"]
+        return (LAYER_BARS[dtype] if part == "layer" else bars)["parameters"]
     if part == "layer":
-        return bars["layer"]
+        return LAYER_BARS[dtype]["all"]
     return bars["o" if name in ("o", "final_state") else "dg" if name == "dg" else "rest"]
 
 

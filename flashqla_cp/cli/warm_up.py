@@ -13,7 +13,8 @@ from pathlib import Path
 
 from flashqla_cp.kernels import settings
 from flashqla_cp.kernels.arch import ARCHES, arch_by_name
-from flashqla_cp.kernels.build import BuildResult, build_all, rows_to_compile
+from flashqla_cp.kernels.build import BuildResult, build_all
+from flashqla_cp.kernels.builders import rows_to_compile
 from flashqla_cp.kernels.cache import Cache
 from flashqla_cp.kernels.stages import CONV_WIDTHS, HEAD_DIMS, RATIOS
 

@@ -9,7 +9,7 @@ Letters: W taps, D channels, VEC channels of a thread (their bytes are one load)
 
 import tilelang.language as T
 
-from flashqla_cp.kernels.blocks.conv_places import PLACE_BITS, PLACES
+from flashqla_cp.kernels.blocks.conv_places import NOWHERE, PLACE_BITS, PLACES
 from flashqla_cp.kernels.blocks.gates import LOG2E
 
 LANES = 32  # threads side by side along D
@@ -30,6 +30,24 @@ def load_row(x, token, group, read, slot):
     """read[slot] = the thread's channels of a token, in x's dtype. x [tokens, D / VEC, VEC]."""
     for i in T.vectorized(read.shape[1]):
         read[slot, i] = x[token, group, i]
+
+
+@T.macro
+def load_ahead(rows, places, token, group, place):
+    """place[r] and, for each (x, read) of `rows`, read[r] of the tokens from `token` on; past the last only NOWHERE."""
+    ahead, tokens = place.shape[0], places.shape[0]
+    if token + ahead <= tokens:
+        for r in T.unroll(ahead):
+            place[r] = places[token + r]
+            for pair in rows:  # taken apart here, `x` and `read` would become the buffers' names in the code
+                load_row(pair[0], token + r, group, pair[1], r)
+    else:
+        for r in T.unroll(ahead):
+            place[r] = NOWHERE
+            if token + r < tokens:
+                place[r] = places[token + r]
+                for pair in rows:
+                    load_row(pair[0], token + r, group, pair[1], r)
 
 
 @T.macro

@@ -105,16 +105,7 @@ def build_causal_conv(spec: KernelSpec):
                 token = T.alloc_var(i32, init=first)
                 for _ in T.serial(RUN // AHEAD):
                     steady = T.alloc_var(i32, init=1)
-                    if token + AHEAD <= tokens:
-                        for r in T.unroll(AHEAD):
-                            place[r] = places[token + r]
-                            window.load_row(x, token + r, group, read, r)
-                    else:
-                        for r in T.unroll(AHEAD):
-                            place[r] = NOWHERE
-                            if token + r < tokens:
-                                place[r] = places[token + r]
-                                window.load_row(x, token + r, group, read, r)
+                    window.load_ahead([(x, read)], places, token, group, place)
                     for r in T.unroll(AHEAD):
                         if window.position_of(place[r]) != W - 1:
                             steady = 0

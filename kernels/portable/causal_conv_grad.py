@@ -15,7 +15,6 @@ Letters: T tokens, D channels, W taps.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import conv_rows as window
-from flashqla_cp.kernels.blocks.conv_places import NOWHERE
 from flashqla_cp.kernels.blocks.conv_rows import LANES
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import conv_tile
@@ -132,18 +131,7 @@ def build_causal_conv_grad(spec: KernelSpec):
                     steady = T.alloc_var(i32, init=1)
                     if walked < W - 1 or walked + AHEAD > RUN:
                         steady = 0
-                    if token + AHEAD <= tokens:
-                        for r in T.unroll(AHEAD):
-                            place[r] = places[token + r]
-                            window.load_row(x, token + r, group, read, r)
-                            window.load_row(dy, token + r, group, grad, r)
-                    else:
-                        for r in T.unroll(AHEAD):
-                            place[r] = NOWHERE
-                            if token + r < tokens:
-                                place[r] = places[token + r]
-                                window.load_row(x, token + r, group, read, r)
-                                window.load_row(dy, token + r, group, grad, r)
+                    window.load_ahead([(x, read), (dy, grad)], places, token, group, place)
                     for r in T.unroll(AHEAD):
                         if window.position_of(place[r]) != W - 1:
                             steady = 0

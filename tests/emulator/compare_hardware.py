@@ -29,7 +29,8 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from proof_table import Proof, proofs  # noqa: E402
 
-from flashqla_cp.kernels.build import CompiledKernel, build_all, cache_key  # noqa: E402
+from flashqla_cp.kernels.build import CompiledKernel, build_all  # noqa: E402
+from flashqla_cp.kernels.builders import cache_key  # noqa: E402
 
 CLOSE = 1e-3
 SEED = 20

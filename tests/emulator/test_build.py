@@ -16,9 +16,9 @@ import pytest
 from proof_table import proofs
 
 from flashqla_cp.cli import warm_up
-from flashqla_cp.kernels import build as build_module
-from flashqla_cp.kernels import settings
-from flashqla_cp.kernels.build import build, build_all, cache_key, register_builder
+from flashqla_cp.kernels import builders, settings, toolchain
+from flashqla_cp.kernels.build import build, build_all
+from flashqla_cp.kernels.builders import cache_key, register_builder
 from flashqla_cp.kernels.spec import make_spec
 
 HERE = Path(__file__).parent
@@ -121,12 +121,12 @@ def test_missing_host_compiler_names_the_package(tmp_path, monkeypatch):
 def test_untested_version_is_a_warning_once(monkeypatch):
     found = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: "9.9" if n == "tilelang" else found(n))
-    monkeypatch.setattr(build_module, "_warned", set())
+    monkeypatch.setattr(toolchain, "_warned", set())
     with pytest.warns(UserWarning, match=r"tilelang 9\.9 is installed.*tested with 0\.1\.15 only"):
-        build_module.check_versions()
+        toolchain.check_versions()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        build_module.check_versions()
+        toolchain.check_versions()
 
 
 def test_a_damaged_kernel_is_compiled_again(shared_cache, tmp_path, caplog):
@@ -178,7 +178,7 @@ def scratch_builder(tmp_path, monkeypatch):
         "    return [make_spec('scratch_' + k, arch, {'D': d}) for k in kinds for d in choices['head_dim']]\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(build_module, "_BUILDERS", {})
+    monkeypatch.setattr(builders, "_BUILDERS", {})
     for kind in ("broken", "dying"):
         rows = "scratch_builders:rows" if kind == "broken" else ""
         register_builder(f"scratch_{kind}", "sm90", f"scratch_builders:{kind}", rows=rows)
@@ -280,7 +280,7 @@ def test_building_does_not_import_the_compiler():
     """Key and cache look-up happen on every rank at start-up: they must not load tilelang."""
     code = (
         f"import sys; sys.path[:0] = {[str(ROOT), str(HERE / 'kernels')]!r}\n"
-        "from proof_table import proofs\nfrom flashqla_cp.kernels.build import cache_key\n"
+        "from proof_table import proofs\nfrom flashqla_cp.kernels.builders import cache_key\n"
         "cache_key(proofs()[0].spec)\nassert not {'tilelang', 'tvm_ffi'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})

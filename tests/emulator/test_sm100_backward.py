@@ -8,7 +8,7 @@ import torch
 from cta_emulator import load
 from grad_cases import expected_of, gradients_of
 from grad_cases import hold as hold_gradients
-from static_checks import all_faults, find_disassembler, opcodes, tensor_memory_columns
+from sm100_kernels import ARCH, EMPTY, PACKED, SCHEDULES, SHORT, hold_code
 from test_op_emulated import emulation, everything
 
 from flashqla_cp.kernels import stages as stages  # enters the builders
@@ -20,12 +20,9 @@ from flashqla_cp.kernels.tuning import gradients_config, replay_config, sweep_co
 from flashqla_cp.testing.metrics import relative_l2
 from flashqla_cp.testing.oracle import gated_delta_rule_oracle
 
-ARCH = "sm_100a"
-SCHEDULES = (("eager", 1), ("lazy", 1), ("random", 1), ("random", 2), ("random", 3))
 BAR, EXACT_BAR = 5e-3, 2e-5  # the second of sums of products of what is given
 FORGOTTEN = -24.0
 B, F = torch.bfloat16, torch.float16
-PACKED, SHORT, EMPTY = (0, 300, 300, 633), (0, 1, 40, 103, 168), (0, 0, 0, 64, 129, 129)
 QUICK = {"head_dim": 128, "ratio": 2, "dtype": B, "offsets": (0, 100, 100, 300), "l2norm": True, "heads": 1}
 CASES = {
     "packed": {"head_dim": 128, "ratio": 2, "dtype": B, "offsets": PACKED, "gates": "mixed"},
@@ -284,23 +281,12 @@ def test_the_plain_formulas_are_the_gradients(l2norm):
 @pytest.mark.parametrize(("stage", "products"), (("sweep", 6), ("summary_grad", 6), ("replay", 4), ("gradients", 5)))
 def test_products_and_tensor_memory(stage, products, head_dim):
     spec = quick_spec(stage, head_dim=head_dim)
-    kernel = build(spec)
     if stage in ("sweep", "summary_grad"):
         config = sweep_config(spec, stores=stage == "sweep")
     else:
         config = (replay_config if stage == "replay" else gradients_config)(spec)
     config.check(spec.target)
-    assert all_faults(kernel, most_spilled=64) == []
-    source = kernel.device_source()
-    include = "#include <tl_templates/cuda/instruction/tcgen05mma.h>"
-    assert source.count("tcgen05mma") - source.count(include) == products
-    assert tensor_memory_columns(source) <= config.tensor_memory_columns
-    assert all(k["dynamic_shared_bytes"] <= config.shared_bytes for k in kernel.info()["kernels"])
-    end = source.rindex("__syncthreads();")
-    assert "tmem_deallocate" in source[end:] and "tcgen05_ld" not in source[end:]
-    if find_disassembler():
-        found = opcodes(kernel)
-        assert "UTCHMMA" in found and "HMMA" not in found
+    hold_code(build(spec), config, products, most_spilled=64)
 
 
 @pytest.mark.parametrize("stage", CHECKS)

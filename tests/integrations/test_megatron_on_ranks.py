@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bars import hold, hold_control
 from tiny_megatron import (
     cpu_as_gpu,
     fill,
@@ -42,10 +43,6 @@ from flashqla_cp.testing.spawn import run_ranks
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-BAR = {
-    "loss": 1e-6,
-    "gradient": 3e-5,
-}  # fp32, as Megatron's own torch code computes the op; the controls miss it by far
 PACKED = (0, 48, 72, 96, 96, 192)  # divisible by 8, one document without tokens
 RAGGED = (0, 41, 48, 192)  # for layouts that cut the stream, not the documents
 Result = tuple[float, dict[str, torch.Tensor]]
@@ -108,26 +105,21 @@ def test_loss_and_gradients(case: Case, world_size: int) -> None:
     if reason:
         pytest.skip(reason)
     for found in results(world_size)[str(case)]:
-        loss = found.pop("loss")
-        worst = max(found, key=lambda name: found[name])
-        assert loss < BAR["loss"], loss
-        assert found[worst] < BAR["gradient"], (worst, found[worst])
+        hold(found)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", [case for case in CASES if case.broken], ids=str)
 def test_control_is_seen(case: Case, world_size: int) -> None:
     for found in results(world_size)[str(case)]:
-        assert found["loss"] > 10 * BAR["loss"]
-        assert max(found.values()) > 0.03
+        hold_control(found)
 
 
 def test_bars_hold_on_one_rank() -> None:
     """The same model unsharded: what the two implementations differ by anyway."""
     (found,) = run_ranks(run_cases, 1, [Case(), Case(offsets=PACKED)], timeout=200.0)
     for scores in found.values():
-        assert scores.pop("loss") < BAR["loss"]
-        assert max(scores.values()) < BAR["gradient"]
+        hold(scores)
 
 
 @functools.cache

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bars import hold, hold_control
 from tiny_transformers import (
     HYBRID,
     LINEAR,
@@ -38,7 +39,6 @@ from flashqla_cp.testing.spawn import run_ranks
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-BAR = {"loss": 1e-6, "gradient": 3e-5}  # fp32, as transformers computes the op; the controls miss it by far
 OTHER_OFFSETS = (0, 50, 64, 96)
 
 
@@ -82,18 +82,14 @@ CASES = [
 @pytest.mark.parametrize("case", [case for case in CASES if not case.broken], ids=str)
 def test_loss_and_gradients(case: Case, world_size: int) -> None:
     for found in results(world_size)[str(case)]:
-        loss = found.pop("loss")
-        worst = max(found, key=lambda name: found[name])
-        assert loss < BAR["loss"], loss
-        assert found[worst] < BAR["gradient"], (worst, found[worst])
+        hold(found)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("case", [case for case in CASES if case.broken], ids=str)
 def test_control_is_seen(case: Case, world_size: int) -> None:
     for found in results(world_size)[str(case)]:
-        assert found["loss"] > 10 * BAR["loss"]
-        assert max(found.values()) > 0.03
+        hold_control(found)
 
 
 @functools.cache

@@ -29,8 +29,8 @@ FLOORS = {
     "parallel": [{"fragments", "affine", "comm", "foreign"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
     "kernels": [
         {"arch", "settings", "chunks", "cache", "cubin"},
-        {"spec", "emitted"},
-        {"tuning", "blocks", "workers"},
+        {"spec", "emitted", "toolchain"},
+        {"tuning", "blocks", "workers", "builders"},
         {"portable", "sm90", "sm100"},
         {"build"},
         {"stages"},

@@ -10,8 +10,9 @@ import torch
 
 from flashqla_cp.cli import verify
 from flashqla_cp.cli.main import build_parser, main
+from flashqla_cp.cli.verify_layer import functional, layer_oracle, layer_problem
 from flashqla_cp.testing.cases import BY_ID, STRATEGIES, VERIFY
-from flashqla_cp.testing.parity import Score
+from flashqla_cp.testing.parity import Score, run_whole, score
 
 
 def test_agreement_is_printed_and_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -26,6 +27,22 @@ def test_agreement_is_printed_and_is_exit_code_0(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_narrow_types_stay_within_their_bars(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--nproc", "3", "--backend", "gloo", "--dtype", dtype]) == 0, capsys.readouterr().out
+
+
+def test_a_cut_in_front_of_the_worst_window_stays_within_the_bars_of_fp32(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--layout", "zigzag", "--dtype", "float32"]  # of two ranks: a cut at token 300
+    assert main(["verify", "--nproc", "2", "--backend", "gloo", *options]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["verify", "padded_tail_over_whole_ranks"])
+def test_bars_of_the_layer_in_fp32_are_what_one_process_errs_by(name: str) -> None:
+    """Without ranks: neither less than its error, nor so much more that an error of theirs could hide."""
+    case = BY_ID[name]
+    layer, problem = layer_problem(case, torch.float32, torch.device("cpu"), "torch")
+    exact = run_whole(layer_oracle(layer), verify._widened(problem))
+    scores = score(run_whole(functional(layer), problem), exact, range(1, case.stream_length))
+    worst = max(entry.worst for entry in scores)
+    assert all(worst < bar < 4 * worst for bar in verify.LAYER_BARS["float32"].values()), scores
 
 
 def test_an_error_is_named_and_is_exit_code_1(

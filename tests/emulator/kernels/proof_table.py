@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from flashqla_cp.kernels.build import register_builder, registered
+from flashqla_cp.kernels.builders import register_builder, registered
 from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 HERE = Path(__file__).parent
