@@ -84,11 +84,9 @@ class Local:
 
     @classmethod
     def _build(cls, context: CPContext, x: Inputs, processors: int) -> Local:
-        device, pieces = x.q.device, context.plan.fragments
-        program, mine = Program.of_context(context, device), pieces.of_rank(context.rank)
-        start = pieces.offset[mine]
-        length = (pieces.end - pieces.start)[mine]
-        emits, receives = pieces.has_successor[mine].int(), pieces.has_predecessor[mine].int()
+        device, own = x.q.device, context.plan.fragments.owned_by(context.rank)
+        program, start, length = Program.of_context(context, device), own.offset, own.length
+        emits, receives = own.has_successor.int(), own.has_predecessor.int()
         tables = Tables.of(
             start.int().to(device),
             (start + length).int().to(device),
