@@ -3,7 +3,8 @@
 #
 # About a minute on two CPU cores. The program is launch/train_megatron.py, which also says what to set in Megatron-LM's
 # own programs; further arguments go to it, for example: bash launch/megatron.sh --steps 100 --rows 8
-# On a host with several GPUs every one is a rank: RANKS=4 bash launch/megatron.sh --cp 4 --device cuda --backend torch
+# On a host with several GPUs every one is a rank: RANKS=4 bash launch/megatron.sh --device cuda --backend torch
+# (it trains in fp32, for which there are no kernels).
 # Variables for the set-up (PYTHON, TORCH_SPEC, TORCH_INDEX, VENV, NO_VENV) are described in launch/setup.sh.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -14,4 +15,4 @@ RANKS="${RANKS:-2}"
 
 set -- launch/train_megatron.py --cp "$RANKS" --device cpu "$@"
 say "$RANKS ranks: python $*"
-exec "$PY" -W ignore -m torch.distributed.run --standalone --nproc-per-node "$RANKS" "$@"
+exec "$PY" -m torch.distributed.run --standalone --nproc-per-node "$RANKS" "$@"

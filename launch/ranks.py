@@ -109,6 +109,11 @@ def choose_device(kind: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def default_head_dim() -> int:
+    """Width of the programs' heads: 64 where there are GPUs, the smallest with kernels; 32, which is quick on CPUs."""
+    return 64 if torch.cuda.is_available() else 32
+
+
 @contextmanager
 def join_ranks(cp: int, device: torch.device) -> Iterator[Ranks]:
     """Join the process group that the launcher describes, or use one that is there, and lay the mesh over it.

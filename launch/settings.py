@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from flashqla_cp.kernels.backend import BACKENDS, select
+from flashqla_cp.kernels.backend import BACKENDS, Sizes, select
 from flashqla_cp.launch import checkpoints
 from flashqla_cp.launch.model import ByteModel, ModelShape
 from flashqla_cp.launch.packing import PackedDocuments, find_documents
-from flashqla_cp.launch.ranks import choose_device, world_size
+from flashqla_cp.launch.ranks import choose_device, default_head_dim, world_size
 from flashqla_cp.launch.report import require_plotting
 from flashqla_cp.launch.step import Sharding, autocast_dtype
 
@@ -79,8 +79,16 @@ def prepare(args: argparse.Namespace) -> Prepared:
     """Check the settings, list the documents, build the model. Raises ValueError before any communication."""
     check_settings(args, world_size())
     device = choose_device(args.device)
+    autocast = autocast_dtype(args.dtype, device)
+    sizes = Sizes(
+        dtype=autocast or torch.float32,
+        num_heads=args.num_heads,
+        num_v_heads=args.num_v_heads,
+        head_k_dim=args.head_dim,
+        head_v_dim=int(args.head_dim * args.expand_v),
+    )
     try:
-        select(args.backend, device, needs_grad=True)
+        select(args.backend, device, needs_grad=True, sizes=sizes)
     except RuntimeError as error:
         raise ValueError(f"--{error}") from error
     shape = ModelShape(
@@ -111,7 +119,7 @@ def prepare(args: argparse.Namespace) -> Prepared:
             conv_size=shape.conv_size,
         ),
         device=device,
-        autocast=autocast_dtype(args.dtype, device),
+        autocast=autocast,
         resume=resume,
     )
 
@@ -150,7 +158,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--num-v-heads", type=int, default=4, help="value heads, a multiple of --num-heads (%(default)s)"
     )
-    group.add_argument("--head-dim", type=int, default=32, help="width of a query/key head (%(default)s)")
+    group.add_argument(
+        "--head-dim",
+        type=int,
+        default=default_head_dim(),
+        help="width of a query/key head; kernels take 64 and 128 (%(default)s here)",
+    )
     group.add_argument(
         "--expand-v", type=float, default=1.0, help="width of a value head / width of a key head (%(default)s)"
     )

@@ -42,6 +42,7 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit("flashqla_cp is not installed: run 'pip install -e .' in the repository's folder first") from None
 from flashqla_cp.launch.packing import IGNORED_LABEL, PackedDocuments, find_documents
+from flashqla_cp.launch.ranks import default_head_dim
 from flashqla_cp.launch.report import Report, require_folder, require_plotting
 from flashqla_cp.launch.step import loss_sum
 
@@ -109,6 +110,7 @@ def make_model(args: argparse.Namespace) -> Any:
     """A small Qwen3-Next without experts: three Gated DeltaNet layers to one of full attention."""
     from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
+    width = default_head_dim()
     full = [(layer + 1) % FULL_ATTENTION_EVERY == 0 and args.attention != "none" for layer in range(args.num_layers)]
     config = Qwen3NextConfig(
         vocab_size=256,
@@ -121,8 +123,8 @@ def make_model(args: argparse.Namespace) -> Any:
         head_dim=32,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
+        linear_key_head_dim=width,
+        linear_value_head_dim=width,
         num_experts=0,
         tie_word_embeddings=True,
         use_cache=False,

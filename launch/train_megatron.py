@@ -11,9 +11,11 @@ What to set, and why:
 
 - Layout: none to choose. Megatron gives rank r of P the parts r and 2P-1-r of each sequence, and the layers know that.
 - Gradients: each rank holds a part of the gradient of whole parameters, and the sum over the ranks is the gradient.
-  Megatron's DistributedDataParallel reduces over its data and context groups together, as here.
-- Loss: each rank divides by the number of targets of all ranks. A program that averages over context ranks must
-  multiply the loss by their number first; Megatron-LM does both.
+  Megatron's DistributedDataParallel reduces over its data and context groups together; unless
+  calculate_per_token_loss is set it averages.
+- Loss: each rank divides by the number of targets of all ranks. Megatron's own loop divides by a rank's own number and
+  then averages, which is the same only where every rank has as many targets. Where labels are masked or documents are
+  packed, set calculate_per_token_loss (--calculate-per-token-loss): it sums, and divides by the number of all ranks.
 - CP above the number of key heads: leave TransformerConfig.experimental_attention_variant unset, as here, and pass the
   spec; with it set, Megatron checks the limit of its own all-to-all.
 """
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,12 +32,20 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from flashqla_cp.integrations.megatron import with_context_parallel_gdn
+try:
+    from flashqla_cp.integrations.megatron import with_context_parallel_gdn
+except ModuleNotFoundError as error:
+    if error.name != "flashqla_cp":
+        raise
+    raise SystemExit("flashqla_cp is not installed: run 'pip install -e .' in the repository's folder first") from None
+from flashqla_cp.integrations.refusals import need
+from flashqla_cp.kernels.backend import Sizes, select
 from flashqla_cp.launch.model import NUM_BYTES, decay_groups
 from flashqla_cp.launch.packing import IGNORED_LABEL, PackedDocuments, find_documents
 from flashqla_cp.launch.ranks import Ranks, choose_device, join_ranks, world_size
 
 CLIP = 1.0
+SIZES = Sizes(dtype=torch.float32, num_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32)
 
 
 def make_model(args: argparse.Namespace) -> Any:
@@ -51,10 +62,10 @@ def make_model(args: argparse.Namespace) -> Any:
         num_layers=args.layers,
         hidden_size=args.hidden_size,
         num_attention_heads=4,
-        linear_key_head_dim=32,
-        linear_value_head_dim=32,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
+        linear_key_head_dim=SIZES.head_k_dim,
+        linear_value_head_dim=SIZES.head_v_dim,
+        linear_num_key_heads=SIZES.num_heads,
+        linear_num_value_heads=SIZES.num_v_heads,
         normalization="RMSNorm",
         activation_func=F.silu,
         gated_linear_unit=True,
@@ -119,8 +130,12 @@ def train(args: argparse.Namespace, ranks: Ranks) -> list[float]:
 def run(args: argparse.Namespace) -> int:
     """Train as the parsed options say and return the exit code: 0, or 2 for options that cannot work."""
     size = world_size()
+    # On import Megatron warns a dozen times of GPU packages that are not there.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
+        need("megatron.core", "megatron")
         device = choose_device(args.device)
+        select(args.backend, device, needs_grad=True, sizes=SIZES)
         if min(args.cp, args.rows, args.row_tokens) < 1:
             raise ValueError(
                 f"got --cp {args.cp}, --rows {args.rows}, --row-tokens {args.row_tokens}; expected numbers above 0"
@@ -130,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
                 f"got --cp {args.cp}, --rows {args.rows}, --row-tokens {args.row_tokens} on {size} processes; expected "
                 "processes divisible by cp, rows by the data-parallel groups, and row-tokens by 2 cp"
             )
-    except ValueError as error:
+    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         print(f"train_megatron: error: {error}", file=sys.stderr)
         return 2
     if device.type == "cpu":

@@ -166,6 +166,12 @@ def _divisor(engine: Any) -> int:
         raise ValueError(
             f"gradient_predivide_factor: got {engine.gradient_predivide_factor()}, expected 1.0, the default"
         )
+    if engine.sequence_parallel_size > 1 and type(engine.optimizer).__name__ == "BF16_Optimizer":
+        # It takes the ranks of a sequence for tensor-parallel ones: all but the first have no gradient to step then.
+        raise ValueError(
+            "data_types: got grad_accum_dtype fp32 with bf16 and ZeRO 0 or 1, where DeepSpeed's optimizer cannot take "
+            "a step on several ranks of a sequence; leave it out, or use ZeRO 2 or 3"
+        )
     if engine.zero_optimization_stage() == 3:
         if not engine.zero_reduce_scatter():
             # Buckets of more than reduce_bucket_size elements are averaged, the others summed.

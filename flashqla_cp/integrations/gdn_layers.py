@@ -29,6 +29,11 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, layer in found.items():
         if is_changed(layer):
             raise ValueError(f"model: {name or 'it'} is enabled already; call disable_context_parallel first")
+        if not isinstance(layer.conv1d, nn.Conv1d):
+            raise ValueError(
+                f"model: conv1d of {name or 'it'} is a {type(layer.conv1d).__name__}, whose forward would never run: "
+                "its weight alone is read; expected a Conv1d, so leave it out where adapters are added"
+            )
         if layer.activation not in ("silu", "swish"):
             raise ValueError(f"model: {name or 'it'} has activation {layer.activation!r}, expected 'silu'")
     return found

@@ -48,6 +48,20 @@ def refuse_padding(mask: torch.Tensor | None) -> None:
         )
 
 
+def refuse_labels(told: dict[str, Any], world_size: int) -> None:
+    """Raise ValueError for labels of one rank's rows from which a model of transformers would make a loss of its own.
+
+    It would shift them inside these rows, which loses a target at every cut, and divide by this rank's targets.
+    """
+    missing = [name for name in ("shift_labels", "num_items_in_batch") if told.get(name) is None]
+    if missing:
+        raise ValueError(
+            f"labels: got them without {' and '.join(missing)}, with the sequence sharded over {world_size} ranks; "
+            "transformers would shift them inside this rank's rows and average over these alone; compute the loss from "
+            "the logits, or pass shift_labels (shifted before sharding) and num_items_in_batch (targets of all ranks)"
+        )
+
+
 def need(framework: str, extra: str) -> None:
     """Raise ModuleNotFoundError, with what to install, unless the framework can be found."""
     try:

@@ -39,7 +39,7 @@ from flashqla_cp.integrations.attachment import (
 )
 from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents
 from flashqla_cp.integrations.gdn_layers import find_layers
-from flashqla_cp.integrations.refusals import is_padded, refuse_padding
+from flashqla_cp.integrations.refusals import is_padded, refuse_labels, refuse_padding
 from flashqla_cp.layer import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
@@ -86,7 +86,8 @@ def enable_context_parallel(
     Raises:
         ValueError: no such layer, one that is not understood or enabled already, a wrapped model, or a bad option.
             TypeError: group is neither. The forward raises ValueError for padding masks, for a cache in training or on
-            several ranks, for boundaries that are missing on several ranks, and for sources that contradict each other.
+            several ranks, for boundaries that are missing on several ranks, for sources that contradict each other, and
+            on several ranks for labels of which transformers would make the loss of this rank's rows alone.
     """
     _check_options(layout, exchange, backend)
     comm = None if group is None else Comm(group)
@@ -101,6 +102,9 @@ def enable_context_parallel(
             swap_class(above[0], _Decoder, enabling)
         if above[1:] and passes_on(above[1], "input_ids", "inputs_embeds") and not is_changed(above[1]):
             add_hook(above[1], _bind_batch, enabling)
+        for module in above[2:] if sharding.world_size > 1 else ():
+            if passes_on(module, "labels") and not is_changed(module):
+                add_hook(module, _check_labels, enabling)
     if comm is not None and comm.world_size > 1:
         warn_of_attention(model)
     return len(layers)
@@ -234,6 +238,12 @@ def _bind_batch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
         kwargs = kwargs | {ARGUMENT: _find(module, told, rows)}
     kwargs.pop("cp_context", None)
     return args, kwargs
+
+
+def _check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    told = dict(zip(module.flashqla_cp.names, args, strict=False)) | kwargs
+    if told.get("labels") is not None and any(isinstance(below, _Layer) for below in module.modules()):
+        refuse_labels(told, module.flashqla_cp.sharding.world_size)
 
 
 def _find(module: Any, told: dict[str, Any], rows: torch.Tensor) -> Documents:

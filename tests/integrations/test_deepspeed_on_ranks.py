@@ -178,6 +178,7 @@ def try_refusals(rank: int) -> dict[str, str]:
     for name, zero, config in (
         ("predivide", 0, {"gradient_predivide_factor": 2.0}),
         ("reduce_scatter", 3, {"zero_optimization": {"stage": 3, "reduce_scatter": False}}),
+        ("data_types", 1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
     ):
         model = make_model("qwen3_next", LINEAR)
         enable_context_parallel(model, mpu)

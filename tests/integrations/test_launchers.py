@@ -1,7 +1,9 @@
-"""launch/single_node.sh and launch/slurm.sbatch start the training program on two ranks, which learn like one."""
+"""launch/single_node.sh and launch/slurm.sbatch start the training program on two ranks, which learn like one; what it
+takes on a GPU."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -9,6 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from flashqla_cp.kernels import backend
+from flashqla_cp.kernels.arch import ARCHES
+from flashqla_cp.launch import ranks, settings
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 SMALL = "--device cpu --steps 3 --seq-len 128 --hidden-size 32 --num-layers 2 --head-dim 16 --no-plot".split()
@@ -51,6 +58,25 @@ def test_two_ranks_train_like_one(environment: dict[str, str], tmp_path: Path) -
     assert len(alone) == 3 and alone[2] != alone[0]
     assert node == pytest.approx(alone, rel=1e-5)
     assert slurm == pytest.approx(alone, rel=1e-5)
+
+
+def test_programs_on_gpus_have_sizes_with_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(settings, "choose_device", lambda kind: torch.device("cuda", 0))
+    monkeypatch.setattr(backend, "machine_of", lambda device: (ARCHES["sm_90a"], 132))
+    parser = argparse.ArgumentParser()
+    settings.add_arguments(parser)
+    small = ["--num-layers", "1", "--no-plot", "--data", str(LAUNCH)]
+    prepared = settings.prepare(parser.parse_args(small))
+    assert prepared.shape.head_dim == ranks.default_head_dim() == 64
+    assert prepared.autocast == torch.bfloat16
+    for options, text in (
+        (["--head-dim", "32"], "head sizes: got K = 32, V = 32, there are kernels for K = V = 64 and 128"),
+        (["--expand-v", "2"], "head sizes: got K = 64, V = 128"),
+        (["--dtype", "fp32"], "dtype: got torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=f'--backend: {text}.*; pass backend="torch"'):
+            settings.prepare(parser.parse_args(small + options))
 
 
 def test_a_failure_of_the_program_is_one_of_the_job(environment: dict[str, str]) -> None:

@@ -281,6 +281,10 @@ def test_models_that_cannot_be_enabled() -> None:
     model.model.layers[1].linear_attn.activation = "gelu"
     with pytest.raises(ValueError, match=r"layers\.1\.linear_attn has activation 'gelu'"):
         enable_context_parallel(model, None)
+    model = make_model("qwen3_next")
+    model.model.layers[1].linear_attn.conv1d = nn.Sequential(model.model.layers[1].linear_attn.conv1d)
+    with pytest.raises(ValueError, match=r"conv1d of .*\.1\.linear_attn is a Sequential, whose forward would"):
+        enable_context_parallel(model, None)
     assert not any("flashqla_cp" in vars(module) for module in model.modules())
 
 

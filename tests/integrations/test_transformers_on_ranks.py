@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from bars import hold, hold_control
+from bars import BAR, hold, hold_control
 from tiny_transformers import (
     HYBRID,
     LINEAR,
@@ -33,7 +33,7 @@ from tiny_transformers import (
 
 from flashqla_cp import build_cp_context
 from flashqla_cp.active import active_context
-from flashqla_cp.integrations.transformers import enable_context_parallel, use_context
+from flashqla_cp.integrations.transformers import disable_context_parallel, enable_context_parallel, use_context
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.testing.spawn import run_ranks
 
@@ -90,6 +90,34 @@ def test_loss_and_gradients(case: Case, world_size: int) -> None:
 def test_control_is_seen(case: Case, world_size: int) -> None:
     for found in results(world_size)[str(case)]:
         hold_control(found)
+
+
+def test_labels_that_one_rank_would_shift_and_average() -> None:
+    wanted, _ = expected("qwen3_next")
+    for texts, loss, disabled in run_ranks(lose_targets, 2, timeout=200.0):
+        assert "labels: got them without shift_labels and num_items_in_batch, with the sequence sharded" in texts[0]
+        assert "labels: got them without num_items_in_batch, with" in texts[1]
+        assert abs(loss - wanted) < BAR["loss"] * wanted
+        assert disabled
+
+
+def lose_targets(rank: int) -> tuple[list[str], float, bool]:
+    """Errors for labels without what must come with them, the summed loss with it, and whether disabling ends that."""
+    model, batch = make_model("qwen3_next"), make_batch()
+    enable_context_parallel(model, dist.group.WORLD)
+    context = build_cp_context(OFFSETS, dist.group.WORLD)
+    mine = {name: context.shard(x) for name, x in batch.items()}
+    given = {"input_ids": mine["input_ids"], "labels": mine["input_ids"]}
+    shifted, texts = {"shift_labels": mine["labels"]}, []
+    with use_context(context):
+        for more in ({}, shifted):
+            with pytest.raises(ValueError, match="labels") as caught:
+                model(**given, **more)
+            texts.append(str(caught.value))
+        loss = model(**given, **shifted, num_items_in_batch=num_targets(batch)).loss.detach()
+    dist.all_reduce(loss)
+    disable_context_parallel(model.model)
+    return texts, loss.item(), bool(model(**given).loss > 0)
 
 
 @functools.cache
