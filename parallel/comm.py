@@ -79,6 +79,8 @@ class Comm:
             group = group.get_group()
         if group is None:
             group = dist.group.WORLD
+        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives to the others
+            raise ValueError("group: this rank is not one of its members; build a context on its members only")
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(f"group: expected a ProcessGroup or a 1-D DeviceMesh, got {type(group).__name__}")
         self._group = weakref.ref(group)

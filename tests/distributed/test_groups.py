@@ -57,6 +57,16 @@ def test_ranks_of_a_subgroup_count_from_zero(make_context) -> None:
     assert context.local_tokens == sum(end - start for start, end in context.plan.ranges[context.rank])
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_outside_the_group_is_told_so(make_context) -> None:
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        assert make_context(Case(id=""), group).world_size == 1
+    else:
+        with pytest.raises(ValueError, match="group: this rank is not one of its members"):
+            make_context(Case(id=""), group)
+
+
 @pytest.mark.mpi(min_size=4)
 def test_an_axis_of_a_device_mesh_is_a_group(make_context, device, op_under_test) -> None:
     mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "cp"))
