@@ -58,7 +58,7 @@ def test_ranks_of_a_subgroup_count_from_zero(make_context) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_rank_outside_the_group_is_told_so() -> None:
+def test_a_rank_outside_the_group_is_told_so(pg: dist.ProcessGroup) -> None:
     group = dist.new_group([0])
     if dist.get_rank() == 0:
         assert build_cp_context(torch.tensor([0, 8]), group).world_size == 1
