@@ -12,17 +12,17 @@ from flashqla_cp.kernels.blocks.product_shares import COLUMNS, PAD, PARTS
 
 
 @T.macro
-def product_memory(K):
-    """M^T of a step, the states that it meets, and sums."""
-    tile = T.alloc_shared((K, K + PAD), "float32")
+def product_memory(K, slots):
+    """M^T of `slots` steps, the states that it meets, and sums."""
+    tile = T.alloc_shared((slots, K, K + PAD), "float32")
     state = T.alloc_shared((K, COLUMNS + PAD), "float32")
     partial = T.alloc_shared((PARTS, COLUMNS, K), "float32")
     return tile, state, partial
 
 
 @T.macro
-def multiply(tile, state, partial, thread, shares, adjoint):
-    """partial[part] [COLUMNS, K] = the warps' share of S^T M^T, or of S^T M; tile is M^T, state S."""
+def multiply(tile, slot, state, partial, thread, shares, adjoint):
+    """partial[part] [COLUMNS, K] = the warps' share of S^T M^T, or of S^T M; tile[slot] is M^T, state S."""
     sums = T.alloc_local((shares.wide * 8,), "float32")
     m = T.alloc_local((4 * 8,), "float32")
     s = T.alloc_local((shares.wide,), "float32")
@@ -33,10 +33,13 @@ def multiply(tile, state, partial, thread, shares, adjoint):
             for e in T.vectorized(4):
                 if adjoint:  # 4 inner ones of output i
                     m[i * 4 + e] = tile[
-                        i * shares.groups + thread % shares.groups, shares.part(thread) * shares.run + quad * 4 + e
+                        slot,
+                        i * shares.groups + thread % shares.groups,
+                        shares.part(thread) * shares.run + quad * 4 + e,
                     ]
                 else:  # 4 outputs by an inner one
                     m[i * 4 + e] = tile[
+                        slot,
                         shares.part(thread) * shares.run + quad * 4 + i // 2,
                         i % 2 * (shares.K // 2) + thread % shares.groups * 4 + e,
                     ]
@@ -66,9 +69,8 @@ def multiply(tile, state, partial, thread, shares, adjoint):
 
 
 @T.macro
-def product(tile, state, partial, thread, shares, adjoint):
-    """What `multiply` says, once M^T, copied asynchronously, and `state` are there; then both may be written again."""
-    T.ptx_wait_group(0)
+def product(tile, slot, state, partial, thread, shares, adjoint):
+    """What `multiply` says, once this thread's copies have come; then M^T and `state` may be written again."""
     T.sync_threads()
-    multiply(tile, state, partial, thread, shares, adjoint)
+    multiply(tile, slot, state, partial, thread, shares, adjoint)
     T.sync_threads()

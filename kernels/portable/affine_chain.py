@@ -37,7 +37,7 @@ def build_affine_chain(spec: KernelSpec):
     @T.macro
     def fetch(correction, row, head, tile):
         """Start to bring M^T of a row."""
-        T.async_copy(correction[row, head, 0:K, 0:K], tile[0:K, 0:K])
+        T.async_copy(correction[row, head, 0:K, 0:K], tile[0, 0:K, 0:K])
 
     @T.macro
     def chain_states(block, group, maps, boundary, carried, initial, entry_row, shared):
@@ -80,7 +80,8 @@ def build_affine_chain(spec: KernelSpec):
                             state[thread % K, v] = boundary[at - way, head, group * COLUMNS + v, thread % K]
                         elif has_initial:
                             state[thread % K, v] = initial[first, head, group * COLUMNS + v, thread % K]
-                product(tile, state, partial, thread, shares, reverse)
+                T.ptx_wait_group(0)
+                product(tile, 0, state, partial, thread, shares, reverse)
             if follows == 1:
                 fetch(correction, by + way, head, tile)
             if needed == 1:
@@ -119,7 +120,8 @@ def build_affine_chain(spec: KernelSpec):
         if alive == 1 and length > 0:
             fetch(correction, row, head, tile)
             for step in T.serial(length):
-                product(tile, state, partial, thread, shares, reverse)
+                T.ptx_wait_group(0)
+                product(tile, 0, state, partial, thread, shares, reverse)
                 if step + 1 < length:
                     fetch(correction, row + step + 1, head, tile)
                 for i in T.unroll(SHARE):
@@ -149,7 +151,7 @@ def build_affine_chain(spec: KernelSpec):
             final_correction: T.Tensor((chains, HV, K, K), f32),
         ):
             with T.Kernel(rows * HV, (V + K) // COLUMNS, threads=THREADS) as (block, group):
-                shared = product_memory(K)
+                shared = product_memory(K, 1)
                 maps = (links, corrects, correction)
                 if group < V // COLUMNS:
                     chain_states(block, group, maps, boundary, carried, initial, entry_row, shared)
@@ -170,6 +172,6 @@ def build_affine_chain(spec: KernelSpec):
         ):
             with T.Kernel(rows * HV, V // COLUMNS, threads=THREADS) as (block, group):
                 maps = (links, corrects, correction)
-                chain_states(block, group, maps, boundary, carried, initial, entry_row, product_memory(K))
+                chain_states(block, group, maps, boundary, carried, initial, entry_row, product_memory(K, 1))
 
     return affine_chain

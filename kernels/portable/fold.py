@@ -4,8 +4,8 @@
 
 The first map of a chain has no M; wanted states go to rows of `out`. In fp32. States, E and M are transposed, as
 kernels hold them, and read where a message has them: as lines of K numbers, so many from a row, or a head, to the next.
-A block has some columns of V of one head and walks one chain; M^T comes to shared memory by cp.async while the step
-before it adds up.
+A block has some columns of V of one head and walks one chain; M^T comes to shared memory by cp.async during the step
+before.
 Letters: K key dim, V rows of S^T, a multiple of COLUMNS; h heads.
 """
 
@@ -30,9 +30,9 @@ def build_fold(spec: KernelSpec):
     )
 
     @T.macro
-    def fetch(correction, line, tile):
+    def fetch(correction, line, tile, slot):
         """Start to bring M^T, from a line on."""
-        T.async_copy(correction[line : line + K, 0:K], tile[0:K, 0:K])
+        T.async_copy(correction[line : line + K, 0:K], tile[slot, 0:K, 0:K])
 
     @T.prim_func
     def fold(
@@ -47,28 +47,27 @@ def build_fold(spec: KernelSpec):
         correction_head: T.int32,
     ):
         with T.Kernel((ends - 1) * heads, T.truncdiv(V, COLUMNS), threads=THREADS) as (block, group):
-            tile, state, partial = product_memory(K)
+            tile, state, partial = product_memory(K, 2)
             own = T.alloc_local((shares.finished,), f32)
             thread = T.get_thread_binding()
             head = T.alloc_var(i32, init=T.truncmod(block, heads))
             chain = T.alloc_var(i32, init=T.truncdiv(block, heads))
             begin = T.alloc_var(i32, init=first[chain])
             count = T.alloc_var(i32, init=first[chain + 1] - begin)
-            if count > 1:
-                fetch(correction, link[begin + 1, CORRECTION] * correction_row + head * correction_head, tile)
             for step in T.serial(count):
                 line = T.alloc_var(i32, init=link[begin + step, SOURCE] * boundary_row + head * boundary_head)
                 target = T.alloc_var(i32, init=link[begin + step, TARGET])
                 for i in T.unroll(shares.finished):
                     own[i] = boundary[line + group * COLUMNS + (i * THREADS + thread) // K, thread % K]
+                if step + 1 < count:
+                    row = T.alloc_var(i32, init=link[begin + step + 1, CORRECTION])
+                    fetch(correction, row * correction_row + head * correction_head, tile, (step + 1) % 2)
                 if step > 0:
-                    product(tile, state, partial, thread, shares, adjoint)
                     if step + 1 < count:
-                        fetch(
-                            correction,
-                            link[begin + step + 1, CORRECTION] * correction_row + head * correction_head,
-                            tile,
-                        )
+                        T.ptx_wait_group(1)
+                    else:
+                        T.ptx_wait_group(0)
+                    product(tile, step % 2, state, partial, thread, shares, adjoint)
                 for i in T.unroll(shares.finished):
                     v = (i * THREADS + thread) // K
                     if step > 0:
