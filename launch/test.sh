@@ -31,7 +31,7 @@ if [ "$FULL" = 0 ]; then NO_SLOW="and not slow"; fi
 step "lint" 120 "$PY" -m ruff check .
 step "format" 120 "$PY" -m ruff format --check .
 step "types" 600 "$PY" -m mypy
-step "tests" $((FULL ? 3600 : 1800)) "$PY" -m pytest -q -p no:cacheprovider --ignore tests/integrations \
+step "tests" $((FULL ? 18000 : 2700)) "$PY" -m pytest -q -p no:cacheprovider --ignore tests/integrations \
     -m "not mpi and $NO_GPU $NO_SLOW"
 has_passed "tests"
 
