@@ -55,10 +55,10 @@ class Local:
     """A context's fragments on one device, with indices as the kernels want them.
 
     exits: carried rows of the states that leave; fronts: of the gradients that do; interior: chains whose correction
-    does. entry_row, exit_row: rows of
-    chains among the known states (of documents that begin here, or gradients of those that end here) followed by those
-    that arrive; known_entry and known_exit have the known ones only, arriving_exit the others. early, late: the tables
-    of chains that need no state of another rank, None where these are few, and of the others.
+    does. entry_row, exit_row: rows of chains among the known states (of documents that begin here, or gradients of
+    those that end here) followed by those that arrive; known_entry and known_exit have the known ones only,
+    arriving_exit the others. early, late: the tables of chains that need no state of another rank, None where these are
+    few, and of the others.
     """
 
     program: Program

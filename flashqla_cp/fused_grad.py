@@ -100,10 +100,7 @@ def gradients(
 
 
 def _like(dx: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
-    if dx is None:
-        return None
-    dx = dx if dx.dtype == x.dtype else dx.to(x.dtype)
-    return dx if dx.shape == x.shape else dx.view(x.shape)
+    return None if dx is None else dx.reshape(x.shape).to(x.dtype)
 
 
 def backward(

@@ -20,7 +20,6 @@ class Fork:
 
     def __init__(self, device: torch.device) -> None:
         self._main = self._side = None
-        self._joined = False
         if device.type == "cuda":
             self._main = torch.cuda.current_stream(device)
             self._side = _partner(self._main.device, self._main.cuda_stream)
@@ -29,7 +28,6 @@ class Fork:
     @contextmanager
     def beside(self) -> Iterator[None]:
         """Launch on the second stream."""
-        self._joined = False
         if self._side is None:
             yield
         else:
@@ -38,9 +36,8 @@ class Fork:
 
     def join(self) -> None:
         """What is launched from here on runs after all that ran beside."""
-        if self._main is not None and self._side is not None and not self._joined:
+        if self._main is not None and self._side is not None:
             self._main.wait_stream(self._side)
-        self._joined = True
 
     def close(self) -> None:
         """Join, and let the second stream wait for the first: memory that was taken beside may be given back then,
