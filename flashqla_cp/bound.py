@@ -108,6 +108,7 @@ def bind(
     initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)
     call = Call(
         kernels=kernels,
+        trains=trains,
         l2norm=options.l2norm,
         sigmoid=options.sigmoid,
         double=options.double,

@@ -27,6 +27,21 @@ class Documents:
         return Entries(values=values, row=torch.arange(len(values), dtype=torch.int32, device=values.device))
 
 
+def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
+    """Whole rows of a batch, known by their length alone, or offsets on the device."""
+    count = len(offsets) - 1
+    if isinstance(offsets, torch.Tensor):
+        return Documents(num_documents=count, length=length, offsets=offsets.to(torch.int32).contiguous())
+    if count == batch and all(end == (row + 1) * length for row, end in enumerate(offsets[1:])):
+        return Documents(num_documents=count, length=length, offsets=None)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "cu_seqlens: offsets on the CPU in the capture of a CUDA graph, which would replay them for ever; "
+            "pass them on the GPU, without cu_seqlens_cpu"
+        )
+    return Documents(num_documents=count, length=length, offsets=to_device(offsets, device))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
     """Some rows of a tensor, known on the host: their numbers, int64 on the device, and the first of them where they
@@ -76,14 +91,14 @@ class Local:
 
     @classmethod
     @torch.inference_mode(False)
-    def of(cls, context: CPContext, x: Inputs, processors: int) -> Local:
-        key = ("fused", x.q.device, stream_of(x.q.device), x.v.shape[1], x.arch.name)
+    def of(cls, context: CPContext, x: Inputs, processors: int, trains: bool) -> Local:
+        key = ("fused", x.q.device, stream_of(x.q.device), x.v.shape[1], x.arch.name, trains)
         if key not in context.memo:
-            context.memo[key] = cls._build(context, x, processors)
+            context.memo[key] = cls._build(context, x, processors, trains)
         return context.memo[key]
 
     @classmethod
-    def _build(cls, context: CPContext, x: Inputs, processors: int) -> Local:
+    def _build(cls, context: CPContext, x: Inputs, processors: int, trains: bool) -> Local:
         device, own = x.q.device, context.plan.fragments.owned_by(context.rank)
         program, start, length = Program.of_context(context, device), own.offset, own.length
         emits, receives = own.has_successor.int(), own.has_predecessor.int()
@@ -96,6 +111,7 @@ class Local:
             processors=processors,
             exchanged=None if program.exchange is None else (emits.to(device), receives.to(device)),
             longest=int(length.max()) if len(length) else 0,
+            trains=trains,
         )
         exits = tables.rows_of(length, emits).cumsum(0) - 1
         behind = tables.rows_of(length, receives)
@@ -154,6 +170,12 @@ class Kept:
             return self
         kept = replace(self, solved=None)
         return kept if recompute == "solve" else replace(kept, maps=None, entries=None, exchanged=())
+
+    def for_output(self) -> Kept:
+        """This without what only the backward reads, to make room for o."""
+        if self.maps is None:
+            return self
+        return replace(self, maps=replace(self.maps, correction=self.maps.boundary[:0]))
 
     def without_tensors(self) -> tuple[Kept, list[torch.Tensor | None]]:
         """This without what grows with the stream, and that: for autograd to keep."""

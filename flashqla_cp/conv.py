@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from flashqla_cp.bound import wants_gradients
+from flashqla_cp.chains import documents_of
 from flashqla_cp.checks import as_parameter, as_tensor, check_conv_inputs, offsets_left_on, read_documents
-from flashqla_cp.fused import documents_of
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.backend import ConvSizes, Kernels, select
 from flashqla_cp.kernels.host import causal_conv as kernels

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from flashqla_cp.chains import Documents, Kept, Local
+from flashqla_cp.chains import Documents, Kept, Local, documents_of
 from flashqla_cp.kernels.backend import Kernels
 from flashqla_cp.kernels.host import chunked as kernels
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps
-from flashqla_cp.kernels.host.tables import Tables, tables_of_batch, to_device
+from flashqla_cp.kernels.host.tables import Tables, tables_of_batch
 from flashqla_cp.parallel.affine import fold_with
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.base import PendingStates
@@ -33,9 +33,10 @@ fold_with(kernels.fold)
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Call:
     """Options of one call of the op, as chunk_gated_delta_rule names them, and the kernels that run it, None for the
-    torch backend."""
+    torch backend. trains: whether a backward may follow."""
 
     kernels: Kernels | None
+    trains: bool
     l2norm: bool
     sigmoid: bool
     double: bool
@@ -93,11 +94,11 @@ class Call:
         its A_log, dt_bias; offsets: a list if the host knows them."""
         x, initial = self.inputs(tensors, gate), self.state(initial_state)
         if context is not None:
-            o, states, kept = forward_sharded(x, context, initial, self.scale, self.final, self.machine.processors)
+            o, states, kept = forward_sharded(x, self.local(x, context), initial, self.scale, self.final)
         else:
             batch, length = tensors[0].shape[:2]
             begun = self.begin(x, documents_of(offsets, batch, length, x.q.device))
-            o, states, kept = forward(x, begun, initial, self.scale, self.final)
+            o, states, kept = forward(x, begun, initial, self.scale, self.final, self.trains)
         if states is not None and not self.state_v_first:
             states = states.mT
         return o.view(tensors[2].shape), states, kept
@@ -108,16 +109,20 @@ class Call:
         if not count or not len(x.q):
             return Kept(documents=documents)
         if offsets is None:
-            shape = count, documents.length, x.arch, x.v.shape[1], machine.processors
+            shape = count, documents.length, x.arch, x.v.shape[1], machine.processors, self.trains
             return Kept(documents=documents, tables=tables_of_batch(*shape, x.q.device))
         ends, heads, processors = (offsets[:-1], offsets[1:]), x.v.shape[1], machine.processors
-        tables = Tables.of(*ends, len(x.q), x.arch, num_v_heads=heads, processors=processors)
+        tables = Tables.of(*ends, len(x.q), x.arch, num_v_heads=heads, processors=processors, trains=self.trains)
         return Kept(documents=documents, tables=tables)
+
+    def local(self, x: Inputs, context: CPContext) -> Local:
+        """The context's fragments for this call."""
+        return Local.of(context, x, self.machine.processors, self.trains)
 
     def regain(self, x: Inputs, kept: Kept, initial_state: torch.Tensor | None, context: CPContext | None) -> Kept:
         """What the backward reads: `kept`, with the stages run again whose results self.recompute let go."""
         if self.recompute == "forward" and context is not None:
-            return prepare_sharded(x, Local.of(context, x, self.machine.processors), self.state(initial_state))
+            return prepare_sharded(x, self.local(x, context), self.state(initial_state))
         tables = kept.tables
         if self.recompute == "none" or tables is None or not tables.num_chains:
             return kept
@@ -144,27 +149,13 @@ def _plain_gate(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.dtype in (torch.float32, torch.bfloat16, torch.float16) else rows.float()
 
 
-def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int, device: torch.device) -> Documents:
-    """Whole rows of a batch, known by their length alone, or offsets on the device."""
-    count = len(offsets) - 1
-    if isinstance(offsets, torch.Tensor):
-        return Documents(num_documents=count, length=length, offsets=offsets.to(torch.int32).contiguous())
-    if count == batch and all(end == (row + 1) * length for row, end in enumerate(offsets[1:])):
-        return Documents(num_documents=count, length=length, offsets=None)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "cu_seqlens: offsets on the CPU in the capture of a CUDA graph, which would replay them for ever; "
-            "pass them on the GPU, without cu_seqlens_cpu"
-        )
-    return Documents(num_documents=count, length=length, offsets=to_device(offsets, device))
-
-
 def forward(
-    x: Inputs, begun: Kept, initial: torch.Tensor | None, scale: float, final: bool
+    x: Inputs, begun: Kept, initial: torch.Tensor | None, scale: float, final: bool, trains: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
     """o [T, HV, V] and, with `final`, the states behind documents [N, HV, V, K], for one process with all tokens.
 
-    begun: documents and tables; initial: states in front of documents [N, HV, V, K] or None.
+    begun: documents and tables; initial: states in front of documents [N, HV, V, K] or None; trains: whether all of
+    what is kept will be read.
     """
     documents, tables = begun.documents, begun.tables
     assert documents is not None
@@ -172,6 +163,8 @@ def forward(
     if tables is None:
         return torch.zeros_like(x.v), pass_on(x, count, initial) if final else None, begun
     kept = prepare(x, documents, tables, initial)
+    if not trains:
+        kept = kept.for_output()
     o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
     states = pass_on(x, count, initial) if final else None
     _finish(x, kept, scale, o, states)
@@ -207,10 +200,9 @@ def pass_on(x: Inputs, num_documents: int, initial: torch.Tensor | None) -> torc
 
 
 def forward_sharded(
-    x: Inputs, context: CPContext, initial: torch.Tensor | None, scale: float, final: bool, processors: int
+    x: Inputs, local: Local, initial: torch.Tensor | None, scale: float, final: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
     """As forward, for this rank's tokens; states count the documents of the whole stream."""
-    local = Local.of(context, x, processors)
     program, tables = local.program, local.tables
     if not tables.num_chains:
         return (

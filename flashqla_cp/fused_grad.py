@@ -84,11 +84,11 @@ def gradients(
         x = call.inputs(tensors, gate)
         kept = call.regain(x, kept, given[7], context)
         do = readable(torch.zeros_like(tensors[2]) if do is None else do)
-        whole = wants_initial, call.scale, call.machine.processors
+        whole = kept, do, call.state(dfinal), wants_initial, call.scale, call.machine.processors
         if context is None:
-            grads, dinitial = backward(x, kept, do, call.state(dfinal), *whole)
+            grads, dinitial = backward(x, *whole)
         else:
-            grads, dinitial = backward_sharded(x, context, kept, do, call.state(dfinal), *whole)
+            grads, dinitial = backward_sharded(x, call.local(x, context), *whole)
         if kept.solved is None:  # no token of any document
             dg, *dgate = (None if like is None else torch.zeros_like(like) for like in (x.g, x.A_log, x.dt_bias))
         else:
@@ -145,7 +145,7 @@ def backward(
 
 def backward_sharded(
     x: Inputs,
-    context: CPContext,
+    local: Local,
     kept: Kept,
     do: torch.Tensor,
     dfinal: torch.Tensor | None,
@@ -154,7 +154,6 @@ def backward_sharded(
     processors: int,
 ) -> tuple[TokenGradients, torch.Tensor | None]:
     """As backward, for this rank's tokens; states count the documents of the whole stream."""
-    local = Local.of(context, x, processors)
     program, tables = local.program, local.tables
     dinitial = passed_on(x, program, dfinal) if wants_initial else None
     padded = program.covered is not None

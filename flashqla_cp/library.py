@@ -17,8 +17,7 @@ import torch
 
 from flashqla_cp import fused_grad
 from flashqla_cp.bound import Bound, Options, bind, kernels_for
-from flashqla_cp.chains import Kept, Local
-from flashqla_cp.fused import documents_of
+from flashqla_cp.chains import Kept, documents_of
 from flashqla_cp.gate import without_autocast
 from flashqla_cp.opaque import again, apart, copied, fake_copied, fake_filled, filled, wide
 from flashqla_cp.packing import SLOTS, nothing, pack, slot_dtypes, slot_sizes, unpack
@@ -138,7 +137,7 @@ def _gradients_on_kernels(
     if context is None:
         begun = call.begin(x, documents_of(bound.offsets, q.shape[0], q.shape[1], q.device))
     else:
-        begun = Kept(tables=Local.of(context, x, call.machine.processors).tables)
+        begun = Kept(tables=call.local(x, context).tables)
     kept = begun.with_tensors(unpack(slots, q, v, context, call.recompute))
     given = (*bound.tensors, *bound.gate, bound.initial_state)
     return fused_grad.gradients(call, given, kept, context, do, dfinal, wants)

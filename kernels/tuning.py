@@ -245,15 +245,17 @@ def _sweep_config(
     return TileConfig(roles=roles, stages=stages, shared_bytes=fixed + stages * stage, tensor_memory_columns=columns)
 
 
-def segment_chunks(num_tokens: int, num_v_heads: int, processors: int) -> int:
+def segment_chunks(num_tokens: int, num_v_heads: int, processors: int, trains: bool) -> int:
     """Chunks of a segment at most: how finely one device cuts chains so that all its multiprocessors have work.
 
     A function of the stream's length and not of its documents, so that padding offsets with empty ones changes no bit;
     shorter documents are not cut. One block runs one segment of one head, in backward of a slab's heads; a further
-    segment costs about two chunks' time, for the maps and for the step of the chain.
+    segment costs about two chunks' time, for the maps and for the step of the chain. trains: a backward will read what
+    the forward leaves, which then cuts as finely as that wants; coarser segments have fewer maps.
     """
     chunks = max(-(num_tokens // -64), 1)
-    slabs = head_slabs(num_v_heads, 1, chunks * WIDEST_CHUNK_BYTES, SCRATCH_BUDGET)
+    head_bytes = chunks * WIDEST_CHUNK_BYTES if trains else 0
+    slabs = head_slabs(num_v_heads, 1, head_bytes, SCRATCH_BUDGET)
     heads = max(count for _, count in slabs)
     best, least = chunks, float("inf")
     for pieces in range(1, min(chunks, 64) + 1):

@@ -40,9 +40,11 @@ class TableSizes:
         processors: int,
         exchanged: bool = False,
         longest: int | None = None,
+        trains: bool = True,
     ) -> TableSizes:
-        """Sizes for chains of num_tokens in all and `longest` at most; exchanged: any may go on elsewhere."""
-        most = segment_chunks(num_tokens, num_v_heads, processors)
+        """Sizes for chains of num_tokens in all and `longest` at most; exchanged: any may go on elsewhere; trains:
+        whether a backward follows, which wants finer segments."""
+        most = segment_chunks(num_tokens, num_v_heads, processors, trains)
         chunks = num_tokens // CHUNK + num_chains
         divided = exchanged or -(-(num_tokens if longest is None else longest) // CHUNK) > most
         rows = chunks // most + (num_chains if exchanged else 0) if divided else 0
@@ -80,12 +82,13 @@ class Tables:
         processors: int,
         exchanged: tuple[torch.Tensor, torch.Tensor] | None = None,
         longest: int | None = None,
+        trains: bool = True,
     ) -> Tables:
         """Tables of chains [start, end), int32 [chains] on the device of the tensors.
 
         exchanged: int32 [chains] twice, chains that emit (their last segment's map is wanted too) and chains that
         receive (so is their first segment's gradient map), or None where no chain can. longest: tokens of the longest
-        chain, if known; processors: multiprocessors to keep busy.
+        chain, if known; processors: multiprocessors to keep busy; trains: whether a backward follows.
         """
         chains = len(start)
         size = TableSizes.of(
@@ -95,6 +98,7 @@ class Tables:
             processors=processors,
             exchanged=exchanged is not None,
             longest=longest,
+            trains=trains,
         )
 
         def table(*shape: int) -> torch.Tensor:
@@ -130,7 +134,7 @@ class Tables:
 
 
 def tables_of_batch(
-    batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device
+    batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, trains: bool, device: torch.device
 ) -> Tables:
     """Tables of `batch` documents of one length. Made of nothing but these numbers, so they may be kept.
 
@@ -138,11 +142,13 @@ def tables_of_batch(
     captured: its memory is the graph's, and nothing is computed before it is replayed.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return _make_batch(batch, length, arch, num_v_heads, processors, device)
-    return _kept_batch(batch, length, arch, num_v_heads, processors, device, stream_of(device))
+        return _make_batch(batch, length, arch, num_v_heads, processors, trains, device)
+    return _kept_batch(batch, length, arch, num_v_heads, processors, trains, device, stream_of(device))
 
 
-def _make_batch(batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device) -> Tables:
+def _make_batch(
+    batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, trains: bool, device: torch.device
+) -> Tables:
     with torch.inference_mode(False):
         ends = torch.arange(batch + 1, dtype=torch.int32, device=device) * length
         return Tables.of(
@@ -153,14 +159,22 @@ def _make_batch(batch: int, length: int, arch: Arch, num_v_heads: int, processor
             num_v_heads=num_v_heads,
             processors=processors,
             longest=length,
+            trains=trains,
         )
 
 
 @lru_cache(maxsize=64)
 def _kept_batch(
-    batch: int, length: int, arch: Arch, num_v_heads: int, processors: int, device: torch.device, stream: int
+    batch: int,
+    length: int,
+    arch: Arch,
+    num_v_heads: int,
+    processors: int,
+    trains: bool,
+    device: torch.device,
+    stream: int,
 ) -> Tables:
-    return _make_batch(batch, length, arch, num_v_heads, processors, device)
+    return _make_batch(batch, length, arch, num_v_heads, processors, trains, device)
 
 
 def stream_of(device: torch.device) -> int:

@@ -175,7 +175,8 @@ def test_more_numbers_than_32_bits_count():
     expected = step(short, weight, bias, short_dy, backend="tilelang")
     for whole, part in zip(found[:2], expected[:2], strict=True):
         assert torch.equal(whole[:, -end:], part)
-    hold(found[2:], expected[2:], B16)  # added up in another order
+    for whole, part in zip(found[2:], expected[2:], strict=True):
+        assert relative_l2(whole, part.double()) <= BARS[B16], "added up in another order"
 
 
 def test_auto_takes_the_kernels_and_says_where_there_are_none():
