@@ -62,7 +62,8 @@ def chunk_gated_delta_rule(
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta), doubled with allow_neg_eigval.
         cp_context: from build_cp_context; the tensors then hold this rank's local_tokens rows, B = 1.
         backend: "auto", "tilelang" or "torch". Kernels read q, k and v in place, views of one projection included.
-        deterministic: bitwise equal results run to run; the torch backend always is.
+        deterministic: bitwise equal results run to run; the torch backend always is. On kernels, long streams are cut
+            in other places where no gradients are wanted, which changes roundings of o.
         recompute: what the backward computes again instead of keeping it, with the same gradients bit for bit:
             "none"; "solve" (gates and the chunks' inverses, most of what is kept); "forward" (everything but the
             last stage: nothing is kept but the arguments). With cp_context the same on every rank, since "forward"
