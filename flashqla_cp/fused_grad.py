@@ -38,6 +38,7 @@ def run(
     """Call.run, differentiable where anything that it is given is."""
     given = (*tensors, *gate, initial_state)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given):
+        assert call.trains, "a call that drops what its backward reads"
         return GatedDeltaRuleOnKernels.apply(*given, call, offsets, context)
     return call.run(tensors, gate, initial_state, offsets, context)[:2]
 
