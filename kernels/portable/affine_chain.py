@@ -9,7 +9,7 @@ With the flag "reverse" the gradients behind segments, by the adjoints, from a c
 In fp32. Without the flag "apart" it is done in place: E (or D) and the carried states are one tensor. A block has some
 columns of V of one head and walks its chain. M^T [K in, K out] comes to shared memory by cp.async while the step before
 it adds up. Rows that need no correction are not touched, or only copied. A chain's own M, which a rank sends, is the
-same walk from the identity.
+same walk from the first segment's.
 Letters: K key dim, V value dim, HV value heads.
 """
 
@@ -113,13 +113,15 @@ def build_affine_chain(spec: KernelSpec):
         for step in T.serial(length):
             if corrects[row + step, head] == 0:
                 alive = 0
+        if alive == 1 and length > 1:
+            fetch(correction, row + 1, head, tile)
         for i in T.unroll(SHARE):
             v = (i * THREADS + thread) // K
-            k = thread % K
-            state[k, v] = T.if_then_else(k == group * COLUMNS + v and alive == 1, 1.0, 0.0)
-        if alive == 1 and length > 0:
-            fetch(correction, row, head, tile)
-            for step in T.serial(length):
+            state[thread % K, v] = 0.0
+            if alive == 1 and length > 0:
+                state[thread % K, v] = correction[row, head, group * COLUMNS + v, thread % K]
+        if alive == 1:
+            for step in T.serial(1, length):
                 T.ptx_wait_group(0)
                 product(tile, 0, state, partial, thread, shares, reverse)
                 if step + 1 < length:

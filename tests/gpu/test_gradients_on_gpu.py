@@ -13,7 +13,7 @@ from flashqla_cp import build_cp_context, chunk_gated_delta_rule
 from flashqla_cp.kernels.host import backward
 from flashqla_cp.kernels.host.launcher import machine_of
 from flashqla_cp.testing.inputs import GATES, make_inputs
-from flashqla_cp.testing.metrics import relative_l2
+from flashqla_cp.testing.metrics import relative_l2, worst_after_cuts
 from flashqla_cp.testing.spawn import run_ranks
 
 pytestmark = pytest.mark.gpu
@@ -271,7 +271,8 @@ def _sharded(rank, offsets, layout, gates, exchange):
     whole = {n: (context.unshard(x) if n != "initial_state" else x).cpu() for n, x in zip(given, found, strict=True)}
     torch_op = functools.partial(chunk_gated_delta_rule, backend="torch")
     expected = gradients(torch_op, leaves(tensors, wide=True), do.double(), dfinal, cu_seqlens=torch.tensor(offsets))
-    return whole, {name: x.cpu() for name, x in expected.items()}
+    cuts = [start for owned in context.plan.ranges for start, _ in owned]
+    return whole, {name: x.cpu() for name, x in expected.items()}, cuts
 
 
 @pytest.mark.parametrize(
@@ -284,10 +285,14 @@ def _sharded(rank, offsets, layout, gates, exchange):
         ("zigzag", "zero", "headwise"),
     ),
 )
-def test_ranks_against_fp64(layout, gates, exchange):
+def test_ranks_and_the_tokens_beside_cuts_against_fp64(layout, gates, exchange):
     offsets = [0, 2200, 2200, 2600, 4001]
     results = run_ranks(_sharded, 3, offsets, layout, gates, exchange, timeout=300.0)
-    found, expected = results[0]
+    found, expected, cuts = results[0]
     found["initial_state"] = sum(r[0]["initial_state"] for r in results)
     errors = {name: relative_l2(found[name], expected[name]) for name in found}
     assert all(errors[name] <= BARS[name] for name in errors), errors
+    before = [offsets[-1] - cut for cut in cuts]
+    for name in ("q", "k", "v", "g", "beta"):  # a few tokens each
+        assert worst_after_cuts(found[name], expected[name], cuts) <= 3e-2, name
+        assert worst_after_cuts(found[name].flip(1), expected[name].flip(1), before) <= 3e-2, name
