@@ -270,11 +270,9 @@ def _sharded(rank, offsets, layout, gates, exchange):
     found = torch.autograd.grad(loss, list(given.values()))
     whole = {n: (context.unshard(x) if n != "initial_state" else x).cpu() for n, x in zip(given, found, strict=True)}
     torch_op = functools.partial(chunk_gated_delta_rule, backend="torch")
-    where = {"cu_seqlens": torch.tensor(offsets).to(DEVICE)}
-    expected = gradients(torch_op, leaves(tensors, wide=True), do.double(), dfinal, **where)
-    alone = gradients(op, leaves(tensors), do, dfinal, **where)
+    expected = gradients(torch_op, leaves(tensors, wide=True), do.double(), dfinal, cu_seqlens=torch.tensor(offsets))
     cuts = [start for owned in context.plan.ranges for start, _ in owned]
-    return whole, *({name: x.cpu() for name, x in of.items()} for of in (alone, expected)), cuts
+    return whole, {name: x.cpu() for name, x in expected.items()}, cuts
 
 
 @pytest.mark.parametrize(
@@ -290,13 +288,15 @@ def _sharded(rank, offsets, layout, gates, exchange):
 def test_ranks_and_the_tokens_beside_cuts_against_fp64(layout, gates, exchange):
     offsets = [0, 2200, 2200, 2600, 4001]
     results = run_ranks(_sharded, 3, offsets, layout, gates, exchange, timeout=300.0)
-    found, alone, expected, cuts = results[0]
+    found, expected, cuts = results[0]
     found["initial_state"] = sum(r[0]["initial_state"] for r in results)
     errors = {name: relative_l2(found[name], expected[name]) for name in found}
     assert all(errors[name] <= BARS[name] for name in errors), errors
-    before = [offsets[-1] - cut for cut in cuts]
     for name in ("q", "k", "v", "g", "beta"):
-        for way, windows in (((), cuts), ((1,), before)):
-            exact = expected[name].flip(way)
-            sharded, one = (worst_after_cuts(of[name].flip(way), exact, windows) for of in (found, alone))
-            assert sharded <= max(BARS[name], 1.5 * one), (name, way, sharded, one)  # a few tokens, some of them small
+        assert worst_after_cuts(found[name], expected[name], cuts) <= BARS[name], name
+        # In front of cuts a gradient of g, which changes slowly, may pass through 0: there beside its usual size.
+        usual = expected[name].norm() / expected[name].shape[1] ** 0.5
+        for start in (cut - 32 for cut in cuts if cut > 0):
+            exact = expected[name][:, start : start + 32]
+            error = (found[name][:, start : start + 32] - exact).norm()
+            assert error <= BARS[name] * max(exact.norm(), usual * 32**0.5), (name, start)
