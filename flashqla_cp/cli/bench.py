@@ -98,7 +98,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time what was asked for and print it; return 0, 1 if a case of this library has no times, 2 if none could run."""
+    """Time what was asked for and print it, or what was finished at Ctrl-C.
+
+    Returns 0, 1 if a case of this library has no times, 2 if none could run, 130 if it was stopped.
+    """
     try:
         if args.costs is not None:
             _check_files(args)
@@ -123,10 +126,19 @@ def run(args: argparse.Namespace) -> int:
         "cases": [],
     }
     print(format_head(report), flush=True)
-    run_cases(request, peers, ceilings, report, lambda: _write(args.json, report))
+    stopped = False
+    try:
+        run_cases(request, peers, ceilings, report, lambda: _write(args.json, report))
+    except KeyboardInterrupt:
+        stopped = True
+        print(f"bench: stopped; {len(report['cases'])} cases were finished", file=sys.stderr, flush=True)
+    if stopped and not report["cases"]:
+        return 130
     if args.plot is not None:
         bench_report.draw_plot(report, args.plot)
     print(f"\n{format_table(report)}", flush=True)
+    if stopped:
+        return 130
     ours = [result for case in report["cases"] for result in case["results"] if result["name"] == OURS]
     return 1 if any(result["eager_ms"] is None for result in ours) else 0
 

@@ -65,6 +65,26 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("finished", [0, 1])
+def test_what_was_finished_is_printed_at_ctrl_c(
+    finished: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_peers: None
+) -> None:
+    timed, calls = bench.time_draw, []
+
+    def time_draw(*args: Any) -> dict[str, Any]:
+        calls.append(args)
+        if len(calls) > finished:
+            raise KeyboardInterrupt
+        return timed(*args)
+
+    monkeypatch.setattr(bench, "time_draw", time_draw)
+    assert main(["bench", "--quick", "--draws", "1"]) == 130
+    out, error = capsys.readouterr()
+    assert f"stopped; {finished} cases were finished" in error
+    rows = [line.split()[1:3] for line in out.splitlines() if line.split()[2:3] == ["flashqla_cp"]]
+    assert rows == [["init", "flashqla_cp"]] * finished
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
