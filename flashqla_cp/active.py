@@ -7,6 +7,7 @@ a thread that knows nothing of it, after the block has ended, or inside the bloc
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,6 +17,7 @@ import torch
 from flashqla_cp.parallel.context import CPContext
 
 _active: ContextVar[CPContext | None] = ContextVar("flashqla_cp_active_context", default=None)
+_read: ContextVar[list[bool] | None] = ContextVar("flashqla_cp_context_was_read", default=None)
 
 
 @contextmanager
@@ -24,17 +26,27 @@ def use_context(context: CPContext) -> Iterator[CPContext]:
 
     Blocks nest, the innermost counts; a thread started inside starts without. Calling a layer's forward again during
     backward (activation checkpointing) uses the context of its first call, not that of the block around backward.
+    A context of several ranks that nothing has read at the end of the block brings a warning: the model that ran, if
+    one did, was not enabled and took each rank's rows for a whole sequence.
 
     Raises:
         TypeError: context is not what build_cp_context returns.
     """
     if not isinstance(context, CPContext):
         raise TypeError(f"context: expected a CPContext from build_cp_context, got {type(context).__name__}")
-    token = _active.set(context)
+    read = [False]
+    token, read_token = _active.set(context), _read.set(read)
     try:
         yield context
     finally:
         _active.reset(token)
+        _read.reset(read_token)
+    if context.world_size > 1 and not read[0]:
+        warnings.warn(
+            f"context: no layer read {context!r}; expected a model changed by enable_context_parallel to run inside "
+            "the block",
+            stacklevel=3,  # past contextlib
+        )
 
 
 def active_context() -> CPContext | None:
@@ -49,6 +61,9 @@ def active_context() -> CPContext | None:
             "argument; checkpoint whole decoder layers of a model that is called as a whole, or pass cp_context=... "
             "(None without one) to the checkpointed layer"
         )
+    read = _read.get()
+    if read is not None:
+        read[0] = True
     return _active.get()
 
 

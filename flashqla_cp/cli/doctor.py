@@ -29,7 +29,9 @@ DISTRIBUTIONS = (
     "deepspeed",
     "transformers",
     "megatron-core",
+    "fla-core",
     "flash-linear-attention",
+    "jax",
     "mpi4py",
 )
 

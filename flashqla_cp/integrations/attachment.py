@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,18 +13,19 @@ from flashqla_cp.integrations.documents import Sharding
 
 KEY = "flashqla_cp"  # attribute of every module that was changed
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-ATTENTION_WARNING = "model: its full-attention layers"
 _subclasses: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
 WRAPPED = {"_orig_mod": "torch.compile", "_checkpoint_wrapped_module": "checkpoint wrapping"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Enabling:
-    """One call that changed modules: how, and how many layers, which are to be restored together."""
+    """One call that changed modules: how, and how many layers, which are to be restored together. attends: whether
+    there is full attention beside them."""
 
     sharding: Sharding
     backend: str
     num_layers: int
+    attends: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,7 +88,9 @@ def restore(modules: list[nn.Module]) -> None:
 def check_unwrapped(name: str, module: nn.Module) -> None:
     """Raise ValueError for a module whose forward something else has replaced or captured already."""
     by = next((text for child, text in WRAPPED.items() if child in module._modules), None)
-    if isinstance(module, FSDPModule):
+    if by is not None:
+        pass
+    elif isinstance(module, FSDPModule):
         by = "fully_shard"
     elif module._compiled_call_impl is not None:
         by = "torch.compile"
@@ -148,18 +150,3 @@ def _empty(mixin: type[nn.Module], original: type[nn.Module]) -> nn.Module:
     """A module without anything in it yet."""
     made = _subclass(mixin, original)
     return made.__new__(made)
-
-
-def warn_of_attention(model: nn.Module) -> None:
-    """Warn of full-attention modules: nothing here shards them, and on the rows of one rank they are silently wrong."""
-    found = []
-    for name, module in model.named_modules():
-        called_so = any("Attention" in cls.__name__ for cls in type(module).__mro__)
-        if called_so and {"q_proj", "k_proj"} <= set(module._modules):
-            found.append(name)
-    if found:
-        warnings.warn(
-            f"{ATTENTION_WARNING} ({len(found)} modules, the first {found[0]!r}) are left alone and see this rank's "
-            "rows only; give them a context parallelism of their own, such as Ulysses or ring attention",
-            stacklevel=3,
-        )

@@ -23,7 +23,8 @@ from torch import nn
 
 from flashqla_cp.active import use_context
 from flashqla_cp.integrations import transformers as plugin
-from flashqla_cp.integrations.attachment import ATTENTION_WARNING, KEY, add_hook
+from flashqla_cp.integrations.attachment import KEY, add_hook
+from flashqla_cp.integrations.attention import ATTENTION_WARNING
 from flashqla_cp.integrations.refusals import need
 from flashqla_cp.integrations.transformers import disable_context_parallel
 from flashqla_cp.parallel.comm import Comm
@@ -70,14 +71,16 @@ def init_sequence_parallel(size: int) -> Any:
         What deepspeed.initialize takes as mpu; None for a size of 1.
 
     Raises:
-        ValueError: a size that does not divide the number of ranks.
+        ValueError: a size that does not divide the number of ranks. RuntimeError: before init_distributed().
     """
+    need("deepspeed", "deepspeed")
+    if not dist.is_initialized():
+        raise RuntimeError("init_sequence_parallel: no process group yet, expected a call of init_distributed() before")
     world = dist.get_world_size()
     if size < 1 or world % size:
         raise ValueError(f"size: got {size} with {world} rank(s), expected a divisor of their number")
     if size == 1:
         return None
-    need("deepspeed", "deepspeed")
     from deepspeed.runtime.sequence_parallel import parallel_state_sp
 
     parallel_state_sp.initialize_sequence_parallel(size)

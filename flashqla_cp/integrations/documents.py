@@ -7,12 +7,12 @@ rows that this rank stores, 0 where a document begins. seq_idx, the document of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 import torch.distributed as dist
 
 from flashqla_cp.integrations.refusals import agree, is_padded, refuse_padding
+from flashqla_cp.integrations.rows import as_rows, check_rows, rows_of_context, rows_of_offsets
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.context import CPContext, build_cp_context
 from flashqla_cp.parallel.plan import ShardPlan, check_offsets, read_offsets
@@ -61,14 +61,6 @@ class Documents:
     cu_seqlens: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """The rows of this rank, joined, on the CPU. document: int64, -1 for padding. begins: a document's first token."""
-
-    document: torch.Tensor
-    begins: torch.Tensor
-
-
 def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> Documents:
     """Documents of a batch of `batch` rows of `length` tokens stored by this rank.
 
@@ -91,12 +83,17 @@ def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> D
             raise ValueError(f"cu_seq_lens_q: got offsets for a batch of {batch} rows, expected one row")
         offsets = read_offsets(told.cu_seqlens, "cu_seq_lens_q")
         check_offsets(offsets, length, "cu_seq_lens_q")
+        if offsets[-1] != length:
+            raise ValueError(
+                f"cu_seq_lens_q: end at {offsets[-1]} in a row of {length} tokens, expected {length}; give padding at "
+                "the end an offset of its own"
+            )
     elif told.position_ids is not None:
-        offsets = _offsets_of_positions(_as_rows(told.position_ids, "position_ids", batch, length))
+        offsets = _offsets_of_positions(as_rows(told.position_ids, "position_ids", batch, length))
         told = replace(told, position_ids=None)  # a row may go on from tokens that are not there
     else:
         offsets = [row * length for row in range(batch + 1)]
-    _check_rows(_rows_of_offsets(offsets, batch * length), batch, length, told)
+    check_rows(rows_of_offsets(offsets, batch * length), batch, length, told.position_ids, told.seq_idx)
     whole_rows = offsets == [row * length for row in range(batch + 1)]
     return Documents(cu_seqlens=None if whole_rows else torch.tensor(offsets, dtype=torch.int32))
 
@@ -116,7 +113,7 @@ def _check_alone(sharding: Sharding, batch: int, length: int, told: Told) -> Non
             "one row; pack the documents into it"
         )
     if told.cu_seqlens is None and told.position_ids is not None:
-        _as_rows(told.position_ids, "position_ids", batch, length)
+        as_rows(told.position_ids, "position_ids", batch, length)
         if sharding.layout == "zigzag_per_document":
             raise ValueError(
                 f"position_ids: do not tell documents in layout {sharding.layout!r}; use use_context or cu_seq_lens_q"
@@ -134,7 +131,7 @@ def _checked(context: CPContext, sharding: Sharding, batch: int, length: int, to
         )
     _check_context(context, sharding, batch, length)
     _check_offsets_of(context, told.cu_seqlens)
-    _check_rows(_rows_of_context(context), batch, length, told)
+    check_rows(rows_of_context(context), batch, length, told.position_ids, told.seq_idx)
     return Documents(context=context)
 
 
@@ -145,7 +142,7 @@ def _make_context(sharding: Sharding, batch: int, length: int, told: Told) -> CP
         offsets = told.cu_seqlens
     else:
         assert told.position_ids is not None, "one of the two was given"
-        offsets = _gather_offsets(sharding, _as_rows(told.position_ids, "position_ids", batch, length))
+        offsets = _gather_offsets(sharding, as_rows(told.position_ids, "position_ids", batch, length))
     return build_cp_context(
         offsets,
         sharding.comm.group,
@@ -231,59 +228,6 @@ def _check_offsets_of(context: CPContext, cu_seqlens: torch.Tensor | None) -> No
             f"cu_seq_lens_q: {_short(offsets)} contradict the context's {_short(planned)}; expected the offsets of the "
             "whole stream"
         )
-
-
-def _check_rows(rows: Rows, batch: int, length: int, told: Told) -> None:
-    """Raise unless position_ids and seq_idx tell the same documents; padding rows may hold anything."""
-    covered = rows.document >= 0
-    if told.position_ids is not None:
-        positions = _as_rows(told.position_ids, "position_ids", batch, length).flatten()
-        wrong = covered & ((positions == 0) != rows.begins)
-        if wrong.any():
-            at = int(wrong.nonzero()[0])
-            raise ValueError(
-                f"position_ids: {int(positions[at])} at row {at} of this rank, where the boundaries given otherwise "
-                f"{'begin' if rows.begins[at] else 'continue'} a document; expected positions in the whole documents, "
-                "0 at and only at their first tokens"
-            )
-    if told.seq_idx is not None:
-        index = _as_rows(told.seq_idx, "seq_idx", batch, length)
-        documents, both = rows.document.view(batch, length), covered.view(batch, length)
-        wrong = (index.diff(dim=1) != 0) != (documents.diff(dim=1) != 0)
-        if (wrong & both[:, 1:] & both[:, :-1]).any():
-            raise ValueError("seq_idx: changes at other rows than the documents given otherwise")
-
-
-def _rows_of_context(context: CPContext) -> Rows:
-    key = "documents of rows"
-    if key not in context.memo:
-        document = torch.full((context.local_tokens,), -1, dtype=torch.int64)
-        pieces = torch.tensor(context.segment_documents, dtype=torch.int64)
-        inside = pieces.repeat_interleave(context.cu_seqlens_cpu.diff().long())
-        document[: len(inside)] = inside
-        begins = torch.zeros(context.local_tokens, dtype=torch.bool)
-        fragments = context.plan.fragments
-        begins[fragments.offset[~fragments.has_predecessor & (fragments.rank == context.rank)]] = True
-        context.memo[key] = Rows(document=document, begins=begins)
-    return context.memo[key]
-
-
-def _rows_of_offsets(offsets: list[int], num_rows: int) -> Rows:
-    lengths = torch.tensor([end - start for start, end in pairwise(offsets)], dtype=torch.int64)
-    document = torch.full((num_rows,), -1, dtype=torch.int64)
-    document[: offsets[-1]] = torch.arange(len(lengths)).repeat_interleave(lengths)
-    begins = torch.zeros(num_rows, dtype=torch.bool)
-    begins[[start for start, end in pairwise(offsets) if start < end]] = True
-    return Rows(document=document, begins=begins)
-
-
-def _as_rows(given: torch.Tensor, name: str, batch: int, length: int) -> torch.Tensor:
-    """Row values [B, T] on the CPU; a single row counts for all of the batch."""
-    values = given.detach().cpu()
-    values = values[None] if values.ndim == 1 else values
-    if values.shape not in ((1, length), (batch, length)):
-        raise ValueError(f"{name}: got shape {list(given.shape)}, expected [{batch}, {length}] like the batch")
-    return values.expand(batch, length)
 
 
 def _short(values: list[int]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from flashqla_cp.integrations.attachment import check_unwrapped, is_changed
@@ -37,3 +40,14 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
         if layer.activation not in ("silu", "swish"):
             raise ValueError(f"model: {name or 'it'} has activation {layer.activation!r}, expected 'silu'")
     return found
+
+
+def project(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(q, k, v) in one [B, T, 2 H K + HV V], z of HV V numbers a row in head order, b and a [B, T, HV]."""
+    if "in_proj_qkv" in layer._modules:
+        return layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x)
+    H, group = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
+    widths = [layer.head_k_dim] * 2 + [group * layer.head_v_dim] * 2
+    *qkv, z = layer.in_proj_qkvz(x).unflatten(2, (H, sum(widths))).split(widths, dim=3)
+    b, a = layer.in_proj_ba(x).unflatten(2, (H, 2 * group)).split(group, dim=3)
+    return torch.cat([y.flatten(2) for y in qkv], dim=2), z, b.flatten(2), a.flatten(2)

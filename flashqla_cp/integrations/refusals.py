@@ -62,6 +62,16 @@ def refuse_labels(told: dict[str, Any], world_size: int) -> None:
         )
 
 
+def check_key_offsets(told: dict[str, Any]) -> None:
+    """Raise ValueError for cu_seq_lens_k that differ from cu_seq_lens_q: keys and queries are the same tokens here."""
+    queries, keys = told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k")
+    if keys is not None and (queries is None or (keys is not queries and keys.tolist() != queries.tolist())):
+        given = None if queries is None else queries.tolist()[:8]
+        raise ValueError(
+            f"cu_seq_lens_k: got {keys.tolist()[:8]} with cu_seq_lens_q {given}, expected the same offsets for both"
+        )
+
+
 def need(framework: str, extra: str) -> None:
     """Raise ModuleNotFoundError, with what to install, unless the framework can be found."""
     try:

@@ -35,11 +35,11 @@ from flashqla_cp.integrations.attachment import (
     passes_on,
     restore,
     swap_class,
-    warn_of_attention,
 )
+from flashqla_cp.integrations.attention import check_positions, find_attention, warn_of_attention
 from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents
-from flashqla_cp.integrations.gdn_layers import find_layers
-from flashqla_cp.integrations.refusals import is_padded, refuse_labels, refuse_padding
+from flashqla_cp.integrations.gdn_layers import find_layers, project
+from flashqla_cp.integrations.refusals import check_key_offsets, is_padded, refuse_labels, refuse_padding
 from flashqla_cp.layer import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
@@ -94,19 +94,20 @@ def enable_context_parallel(
     layers = find_layers(model)
     width: int = max(layer.conv_kernel_size for layer in layers.values())  # type: ignore[type-var, assignment]
     sharding = Sharding(comm=comm, layout=layout, exchange=exchange, conv_width=width)
-    enabling = Enabling(sharding=sharding, backend=backend, num_layers=len(layers))
+    attention = find_attention(model)
+    enabling = Enabling(sharding=sharding, backend=backend, num_layers=len(layers), attends=bool(attention))
     for name, layer in layers.items():
         above = modules_above(model, name)
         swap_class(layer, _Layer, enabling)
         if above and passes_on(above[0], "hidden_states") and not is_changed(above[0]):
             swap_class(above[0], _Decoder, enabling)
         if above[1:] and passes_on(above[1], "input_ids", "inputs_embeds") and not is_changed(above[1]):
-            add_hook(above[1], _bind_batch, enabling)
+            add_hook(above[1], _bind_model, enabling)
         for module in above[2:] if sharding.world_size > 1 else ():
             if passes_on(module, "labels") and not is_changed(module):
                 add_hook(module, _check_labels, enabling)
-    if comm is not None and comm.world_size > 1:
-        warn_of_attention(model)
+    if attention and sharding.world_size > 1:
+        warn_of_attention(attention)
     return len(layers)
 
 
@@ -185,7 +186,7 @@ def _mix(layer: Any, hidden_states: torch.Tensor, documents: Documents) -> torch
     if documents.cu_seqlens is not None:
         x = x.reshape(1, -1, x.shape[2])
     where: dict[str, Any] = {"cu_seqlens": documents.cu_seqlens, "cp_context": documents.context}
-    qkv, z, b, a = _project(layer, x)
+    qkv, z, b, a = project(layer, x)
     # Under autocast the projection is narrower than the stored weight.
     weight, bias = layer.conv1d.weight.squeeze(1).to(qkv.dtype), layer.conv1d.bias
     bias = None if bias is None else bias.to(qkv.dtype)
@@ -214,15 +215,13 @@ def _mix(layer: Any, hidden_states: torch.Tensor, documents: Documents) -> torch
     return layer.out_proj(o.reshape(*hidden_states.shape[:2], layer.value_dim))
 
 
-def _project(layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """(q, k, v) in one [B, T, 2 H K + HV V], z of HV V numbers a row in head order, b and a [B, T, HV]."""
-    if "in_proj_qkv" in layer._modules:
-        return layer.in_proj_qkv(x), layer.in_proj_z(x), layer.in_proj_b(x), layer.in_proj_a(x)
-    H, group = layer.num_k_heads, layer.num_v_heads // layer.num_k_heads
-    widths = [layer.head_k_dim] * 2 + [group * layer.head_v_dim] * 2
-    *qkv, z = layer.in_proj_qkvz(x).unflatten(2, (H, sum(widths))).split(widths, dim=3)
-    b, a = layer.in_proj_ba(x).unflatten(2, (H, 2 * group)).split(group, dim=3)
-    return torch.cat([y.flatten(2) for y in qkv], dim=2), z, b.flatten(2), a.flatten(2)
+def _bind_model(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """_bind_batch where a model is entered, whose full attention must be told the documents too."""
+    told = dict(zip(module.flashqla_cp.names, args, strict=False)) | kwargs
+    args, kwargs = _bind_batch(module, args, kwargs)
+    if module.flashqla_cp.enabling.attends and kwargs.get(ARGUMENT) is not None:
+        check_positions(module, kwargs[ARGUMENT], told)
+    return args, kwargs
 
 
 def _bind_batch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -255,6 +254,7 @@ def _find(module: Any, told: dict[str, Any], rows: torch.Tensor) -> Documents:
     if positions is not None and positions.ndim == 3:
         # Of four planes the first is that of the text; three are those of an image and tell no documents.
         positions = positions[0] if positions.shape[0] == 4 else None
+    check_key_offsets(told)
     sources = Told(
         context=active if given is None else given,
         cu_seqlens=told.get("cu_seq_lens_q"),
@@ -277,7 +277,8 @@ def _check_cache(layer: Any, documents: Documents | None) -> None:
     sharded = layer.flashqla_cp.sharding.world_size > 1
     if sharded or _trains(layer):
         where = "with a sequence sharded over ranks" if sharded else "in training"
-        raise ValueError(f"{CACHES[0]}: got one {where}, expected none; pass use_cache=False")
+        also = ", and to generate call disable_context_parallel(model) first" if sharded else ""
+        raise ValueError(f"{CACHES[0]}: got one {where}, expected none; pass use_cache=False{also}")
     if documents is not None and (documents.context is not None or documents.cu_seqlens is not None):
         raise ValueError(f"{CACHES[0]}: got one with packed documents, expected none; pass use_cache=False")
     _say_once(f"with a cache {type(layer).__name__} runs the forward of transformers, not this library")

@@ -41,6 +41,11 @@ def one_rank(pg: Any) -> Any:
         ({"context": [0, 4, 9], "cu_seqlens": [0, 5, 9]}, r"cu_seq_lens_q: \[0, 5, 9\] contradict the context's"),
         ({"context": [0, 4, 9], "position_ids": list(range(9))}, "position_ids: 4 at row 4 .* begin a document"),
         ({"context": [0, 4, 9], "seq_idx": [0] * 9}, "seq_idx: changes at other rows"),
+        ({"cu_seqlens": [0, 4, 7]}, "cu_seq_lens_q: end at 7 in a row of 9 tokens, expected 9"),
+        (
+            {"context": [0, 4, 9], "position_ids": [0, 1, 2, 3, 0, 1, 3, 4, 5]},
+            "position_ids: 3 at row 6 of this rank, which by its plan holds position 2",
+        ),
         ({"context": [0, 4, 8]}, "cp_context: the batch has 1 rows of 9 tokens, rank 0 stores one row of 8"),
     ],
 )
@@ -61,8 +66,10 @@ def test_sources_that_agree(one_rank: Any) -> None:
     for offsets in ([0, 4, 7], [0, 4, 4, 7, 9]):
         found = find_documents(ALONE, 1, 9, Told(context=padded, cu_seqlens=torch.tensor(offsets), **told))
         assert found.context is padded
-    found = find_documents(ALONE, 1, 9, Told(cu_seqlens=torch.tensor([0, 4, 4, 7]), **told))
-    assert found.cu_seqlens.tolist() == [0, 4, 4, 7]
+    told["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])  # padding is a document of its own
+    told["seq_idx"] = torch.tensor([[3] * 4 + [5] * 3 + [0, 0]])
+    found = find_documents(ALONE, 1, 9, Told(cu_seqlens=torch.tensor([0, 4, 4, 7, 9]), **told))
+    assert found.cu_seqlens.tolist() == [0, 4, 4, 7, 9]
     alone = find_documents(ALONE, 2, 3, Told(position_ids=torch.tensor([[5, 6, 9]])))
     assert (alone.context, alone.cu_seqlens) == (None, None)
 

@@ -1,0 +1,55 @@
+"""Full attention beside the Gated DeltaNet layers: nothing here shards it, but it must be told what they are told."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from flashqla_cp.integrations.documents import Documents
+
+ATTENTION_WARNING = "model: its full-attention layers"
+
+
+def find_attention(model: nn.Module) -> list[str]:
+    """Names of the full-attention modules."""
+    found = []
+    for name, module in model.named_modules():
+        called_so = any("Attention" in cls.__name__ for cls in type(module).__mro__)
+        if called_so and {"q_proj", "k_proj"} <= set(module._modules):
+            found.append(name)
+    return found
+
+
+def warn_of_attention(found: list[str]) -> None:
+    """Warn of full-attention modules: nothing here shards them, and on the rows of one rank they are silently wrong."""
+    warnings.warn(
+        f"{ATTENTION_WARNING} ({len(found)} modules, the first {found[0]!r}) are left alone and see this rank's "
+        "rows only; give them a context parallelism of their own, such as Ulysses or ring attention",
+        stacklevel=3,
+    )
+
+
+def check_positions(model: Any, documents: Documents, told: dict[str, Any]) -> None:
+    """Raise ValueError for a call without position_ids where those that transformers then makes, which count the rows
+    of this rank from 0, are not those of the documents. told: the arguments of the call."""
+    ranks = model.flashqla_cp.sharding.world_size
+    if told.get("position_ids") is not None:
+        return
+    if ranks > 1:
+        raise ValueError(
+            f"position_ids: got none for a model with full attention, its sequence sharded over {ranks} ranks; pass "
+            "this rank's rows of the positions in the whole documents, else rotary embeddings count these rows from 0"
+        )
+    kind = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    if _is_packed(documents) and not (told.get("cu_seq_lens_q") is not None and "flash" in kind):
+        raise ValueError(
+            f"position_ids: got none for packed documents and a model with full attention ({kind!r}), which would not "
+            "tell them apart; pass the positions in the documents, 0 where one begins"
+        )
+
+
+def _is_packed(documents: Documents) -> bool:
+    context = documents.context
+    return documents.cu_seqlens is not None or (context is not None and len(context.segment_documents) > 1)
