@@ -38,7 +38,7 @@ def chunk_gated_delta_rule(
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale S_t^T q_t
 
     Per value head; value head i uses query/key head i // (HV // H). Formula: Gated Delta Networks, arXiv 2412.06464.
-    Differentiable once in every tensor argument.
+    Differentiable once in every tensor argument; a backward with create_graph=True raises RuntimeError.
 
     Args:
         q, k: [B, T, H, K] in bf16, fp16, fp32 or fp64, one dtype with v. Any tensor may be an
@@ -55,8 +55,12 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: normalise q and k per head, x * rsqrt(sum(x^2) + 1e-6).
         cu_seqlens: [N+1] offsets of documents packed in one row (B = 1), any integer dtype. Rows past the last offset
             are padding: whatever they hold, their outputs and gradients are exactly 0.
-        cu_seqlens_cpu: the same on the CPU, which saves the torch backend the copy from the device. Kernels read
-            offsets on the device; in the capture of a CUDA graph pass them there only.
+        cu_seqlens_cpu: the same on the CPU. With it the values in cu_seqlens are not read, only its dtype, shape and
+            length are checked, and values too where both are on the CPU. Pass it to the torch backend, which saves the
+            copy from the device. Kernels read offsets on the device: given cu_seqlens there alone they take it as it
+            is, values unchecked; given this one they check it and upload it in each call, unless its documents are the
+            whole batch rows. So leave it out where kernels run and the offsets are on the GPU, as the capture of a CUDA
+            graph requires.
         state_v_first: states are [N, HV, V, K].
         use_gate_in_kernel: g = -exp(A_log) * softplus(g + dt_bias) with A_log, dt_bias [HV].
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta), doubled with allow_neg_eigval.

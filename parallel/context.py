@@ -18,6 +18,7 @@ from flashqla_cp.parallel.exchange.base import Exchange
 from flashqla_cp.parallel.exchange.choose import check_exchange_name, map_exchange, resolve_exchange
 from flashqla_cp.parallel.exchange.headwise import Headwise, token_rows
 from flashqla_cp.parallel.halo import Halo
+from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.parallel.plan import ShardPlan, read_offsets
 from flashqla_cp.parallel.plan_check import check_plans
 
@@ -134,7 +135,7 @@ class CPContext:
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The whole stream on every rank, for checks. x [.., local_tokens, ..] -> [.., num_tokens, ..].
 
-        Differentiable: every rank is expected to compute the same function of the result, so the gradient of x is
+        Differentiable once: every rank is expected to compute the same function of the result, so the gradient of x is
         this rank's rows of its own gradient, without communication; summed over ranks, parameter gradients are those
         of one process. Raises ValueError when x does not have local_tokens rows in dim.
         """
@@ -211,7 +212,7 @@ class _Unshard(torch.autograd.Function):
         return joined.index_select(0, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("CPContext.unshard")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.context.shard(grad, dim=0).contiguous(), None
 
