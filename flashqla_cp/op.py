@@ -6,6 +6,7 @@ import torch
 
 from flashqla_cp.bound import Options, bind
 from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.plan import offsets_to_read
 from flashqla_cp.traced import traced_rule
 
 
@@ -55,12 +56,12 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: normalise q and k per head, x * rsqrt(sum(x^2) + 1e-6).
         cu_seqlens: [N+1] offsets of documents packed in one row (B = 1), any integer dtype. Rows past the last offset
             are padding: whatever they hold, their outputs and gradients are exactly 0.
-        cu_seqlens_cpu: the same on the CPU. With it the values in cu_seqlens are not read, only its dtype, shape and
-            length are checked, and values too where both are on the CPU. Pass it to the torch backend, which saves the
-            copy from the device. Kernels read offsets on the device: given cu_seqlens there alone they take it as it
-            is, values unchecked; given this one they check it and upload it in each call, unless its documents are the
-            whole batch rows. So leave it out where kernels run and the offsets are on the GPU, as the capture of a CUDA
-            graph requires.
+        cu_seqlens_cpu: the same on the CPU, read in the place of cu_seqlens, of which only dtype, shape and length are
+            looked at then (its values too if it is on the CPU itself). Pass it to the torch backend, which it saves a
+            copy from the device. Kernels read offsets on the device. Given cu_seqlens there alone, they use it where
+            it is, its values unchecked; given this one, the host checks it and uploads it in each call, unless one
+            document fills the row. So with kernels and offsets on the GPU leave it out: always in the capture of a CUDA
+            graph, which refuses the upload.
         state_v_first: states are [N, HV, V, K].
         use_gate_in_kernel: g = -exp(A_log) * softplus(g + dt_bias) with A_log, dt_bias [HV].
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta), doubled with allow_neg_eigval.
@@ -98,5 +99,5 @@ def chunk_gated_delta_rule(
         gate=use_gate_in_kernel,
     )
     if torch.compiler.is_compiling():
-        return traced_rule(given, options, cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, cp_context)
+        return traced_rule(given, options, offsets_to_read(cu_seqlens, cu_seqlens_cpu)[0], cp_context)
     return bind(given, options, cu_seqlens, cu_seqlens_cpu, cp_context).run()

@@ -19,7 +19,7 @@ from flashqla_cp.parallel.exchange.choose import check_exchange_name, map_exchan
 from flashqla_cp.parallel.exchange.headwise import Headwise, token_rows
 from flashqla_cp.parallel.halo import Halo
 from flashqla_cp.parallel.once import differentiable_once
-from flashqla_cp.parallel.plan import ShardPlan, read_offsets
+from flashqla_cp.parallel.plan import ShardPlan, offsets_to_read, read_offsets
 from flashqla_cp.parallel.plan_check import check_plans
 
 
@@ -41,7 +41,8 @@ def build_cp_context(
         cu_seqlens: offsets of the documents in the whole stream, before sharding, [N+1], any integer dtype, any device.
         group: ProcessGroup or 1-D DeviceMesh, any size; None is the default group.
         conv1d_kernel_size: width W of the causal convolution that will use the context; None prepares it on first use.
-        cu_seqlens_cpu: the same offsets on the CPU, which saves the copy from the device.
+        cu_seqlens_cpu: the same offsets on the CPU, which saves the copy from the device: of cu_seqlens only dtype,
+            shape and length are looked at then, and values if it is on the CPU too.
         layout: "contiguous" (near-equal cuts), "zigzag" (rank r holds parts r and 2P-1-r of 2P, in that order),
             "zigzag_per_document" (each document cut that way), or "custom" with token_ranges.
         token_ranges: token_ranges[r] = [(start, end), ...] that rank r stores, in order; all ranks' tile the stream.
@@ -57,7 +58,8 @@ def build_cp_context(
     plan, error = None, None
     fingerprint = b""
     try:
-        offsets, total = _offsets(cu_seqlens, cu_seqlens_cpu), _as_count(num_tokens, "num_tokens", least=0)
+        offsets = read_offsets(*offsets_to_read(cu_seqlens, cu_seqlens_cpu))
+        total = _as_count(num_tokens, "num_tokens", least=0)
         plan = ShardPlan.build(layout, offsets, comm.world_size, total, token_ranges)
         conv1d_kernel_size = _as_count(conv1d_kernel_size, "conv1d_kernel_size", least=1)
         check_exchange_name(exchange)
@@ -229,12 +231,6 @@ def _local_pieces(plan: ShardPlan, rank: int) -> tuple[list[int], list[int]]:
         offsets.append(start + length)
         documents.append(document)
     return offsets, documents
-
-
-def _offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> list[int]:
-    given = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    name = "cu_seqlens" if cu_seqlens_cpu is None else "cu_seqlens_cpu"
-    return read_offsets(given, name)
 
 
 def _as_count(value: Any, name: str, least: int) -> int | None:
