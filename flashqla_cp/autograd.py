@@ -19,6 +19,7 @@ import torch
 
 from flashqla_cp.gate import without_autocast
 from flashqla_cp.parallel.exchange.base import Arrived, PendingStates
+from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.program import Program
 
 
@@ -61,7 +62,7 @@ class GatedDeltaRule(torch.autograd.Function):
         return o, final_state
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("chunk_gated_delta_rule")
     def backward(ctx: Any, do: torch.Tensor, dfinal: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, beta, *saved = ctx.saved_tensors
         program, stages, scale = ctx.program, ctx.stages, ctx.scale

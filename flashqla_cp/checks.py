@@ -16,8 +16,9 @@ import torch
 from flashqla_cp.kernels.host.memory import RECOMPUTE
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.foreign import is_array, take_over
-from flashqla_cp.parallel.plan import check_offsets, offsets_tensor, read_offsets, refuse_dtensor
+from flashqla_cp.parallel.plan import check_offsets, offsets_tensor, offsets_to_read, read_offsets, refuse_dtensor
 
+DEVICES = ("cpu", "cuda")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -34,6 +35,12 @@ def as_tensor(value: Any, name: str) -> torch.Tensor:
     return take_over(value, name)
 
 
+def check_device(x: torch.Tensor, name: str) -> None:
+    """One of the devices that there is a backend for. Raises ValueError."""
+    if x.device.type not in DEVICES:
+        raise ValueError(f"{name}: is on {x.device}, expected a device of type {' or '.join(DEVICES)}")
+
+
 def check_op_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
     """Shapes [B,T,H,K] q k, [B,T,HV,V] v, [B,T,HV] g beta; one device; one dtype for q, k, v."""
     for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3), ("beta", beta, 3)):
@@ -41,6 +48,7 @@ def check_op_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.
             raise ValueError(f"{name}: expected {ndim} dimensions, got shape {list(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, DTYPES))}")
+        check_device(x, name)
         if x.device != q.device:
             raise ValueError(f"{name}: is on {x.device}, q is on {q.device}")
     for name, x in (("k", k), ("v", v)):
@@ -142,7 +150,7 @@ def read_documents(
         return [length * row for row in range(batch + 1)]
     if batch != 1:
         raise ValueError(f"{name}: batch size must be 1 with cu_seqlens, got {batch}; pack the rows into one")
-    given, label = (cu_seqlens, "cu_seqlens") if cu_seqlens_cpu is None else (cu_seqlens_cpu, "cu_seqlens_cpu")
+    given, label = offsets_to_read(cu_seqlens, cu_seqlens_cpu)
     offsets = read_offsets(given, label)
     check_offsets(offsets, length, label)
     return offsets
@@ -171,6 +179,7 @@ def check_conv_inputs(
         raise ValueError(f"x: expected 3 dimensions [B, T, D], got shape {list(x.shape)}")
     if x.dtype not in DTYPES:
         raise TypeError(f"x: dtype {x.dtype} is not one of {', '.join(map(str, DTYPES))}")
+    check_device(x, "x")
     if weight.ndim != 2 or weight.shape[0] != x.shape[2] or not weight.shape[1]:
         raise ValueError(f"weight: expected shape [{x.shape[2]}, W] with W >= 1, got {list(weight.shape)}")
     if activation not in (None, "silu", "swish"):

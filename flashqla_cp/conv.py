@@ -25,6 +25,7 @@ from flashqla_cp.kernels.reference.causal_conv import ConvTable
 from flashqla_cp.library import convolve_with
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.halo import Halo
+from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.traced import traced_conv
 
 
@@ -38,6 +39,8 @@ def causal_conv1d(
     backend: str = "auto",
 ) -> tuple[torch.Tensor, None]:
     """y_t = act(bias + sum_w weight[:, w] x_{t - (W-1) + w}) inside each document.
+
+    Differentiable once in every tensor argument; a backward with create_graph=True raises RuntimeError.
 
     Args:
         x: [B, T, D], any float dtype; B = 1 with cu_seqlens or cp_context.
@@ -174,7 +177,7 @@ class CausalConv(torch.autograd.Function):
         return routes.forward(x, weight, bias, arrived)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("causal_conv1d")
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
         x, weight, bias, arrived, table = ctx.saved_tensors
         routes = ctx.routes if table is None else _with_places(ctx.routes, table)

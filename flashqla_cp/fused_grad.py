@@ -25,6 +25,7 @@ from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, affine_chain
 from flashqla_cp.kernels.host.streams import fork
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.parallel.exchange.base import Arrived, PendingStates
+from flashqla_cp.parallel.once import differentiable_once
 
 
 def run(
@@ -61,7 +62,7 @@ class GatedDeltaRuleOnKernels(torch.autograd.Function):
         return o, states
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("chunk_gated_delta_rule")
     def backward(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing makes them anew
         given, kept = saved[:8], ctx.kept.with_tensors(saved[8:])

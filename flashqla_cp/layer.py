@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flashqla_cp.checks import as_tensor, check_recompute, read_documents
+from flashqla_cp.checks import as_tensor, check_device, check_recompute, read_documents
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.kernels.backend import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
@@ -148,6 +148,7 @@ class GatedDeltaNet(nn.Module):
         if hidden_states.ndim != 3 or hidden_states.shape[2] != self.hidden_size:
             got = tuple(hidden_states.shape)
             raise ValueError(f"hidden_states: got shape {got}, expected [B, T, {self.hidden_size}]")
+        check_device(hidden_states, "hidden_states")
         if torch.compiler.is_compiling():
             padding = padding_rows(hidden_states, cu_seqlens, cp_context)
         else:

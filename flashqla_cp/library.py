@@ -22,6 +22,7 @@ from flashqla_cp.gate import without_autocast
 from flashqla_cp.opaque import again, apart, copied, fake_copied, fake_filled, filled, wide
 from flashqla_cp.packing import SLOTS, nothing, pack, slot_dtypes, slot_sizes, unpack
 from flashqla_cp.parallel.context import context_of
+from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.program import Program
 
 GIVEN = "Tensor q, Tensor k, Tensor v, Tensor g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? initial_state"
@@ -151,6 +152,7 @@ def _keep_rule(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
     ctx.save_for_backward(*given, handle, *output[2])
 
 
+@differentiable_once("chunk_gated_delta_rule")
 def _differentiate_rule(ctx: Any, do: torch.Tensor | None, dfinal: torch.Tensor | None, _: Any) -> tuple[Any, ...]:
     given, (handle, *kept) = ctx.saved_tensors[:NUM_GIVEN], ctx.saved_tensors[NUM_GIVEN:]
     wants, final = ctx.needs_input_grad, ctx.options[1]
@@ -218,6 +220,7 @@ def _keep_conv(ctx: Any, inputs: Sequence[Any], output: Sequence[Any]) -> None:
     ctx.save_for_backward(*given, handle, *output[1])
 
 
+@differentiable_once("causal_conv1d")
 def _differentiate_conv(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
     given, (handle, *kept) = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
     found = torch.ops.flashqla_cp.causal_conv1d_grad(*given, handle, *ctx.options, kept, dy)

@@ -6,6 +6,7 @@ import torch
 
 from flashqla_cp.bound import Options, bind
 from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.plan import offsets_to_read
 from flashqla_cp.traced import traced_rule
 
 
@@ -38,7 +39,7 @@ def chunk_gated_delta_rule(
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale S_t^T q_t
 
     Per value head; value head i uses query/key head i // (HV // H). Formula: Gated Delta Networks, arXiv 2412.06464.
-    Differentiable once in every tensor argument.
+    Differentiable once in every tensor argument; a backward with create_graph=True raises RuntimeError.
 
     Args:
         q, k: [B, T, H, K] in bf16, fp16, fp32 or fp64, one dtype with v. Any tensor may be an
@@ -55,8 +56,12 @@ def chunk_gated_delta_rule(
         use_qk_l2norm_in_kernel: normalise q and k per head, x * rsqrt(sum(x^2) + 1e-6).
         cu_seqlens: [N+1] offsets of documents packed in one row (B = 1), any integer dtype. Rows past the last offset
             are padding: whatever they hold, their outputs and gradients are exactly 0.
-        cu_seqlens_cpu: the same on the CPU, which saves the torch backend the copy from the device. Kernels read
-            offsets on the device; in the capture of a CUDA graph pass them there only.
+        cu_seqlens_cpu: the same on the CPU, read in the place of cu_seqlens, of which only dtype, shape and length are
+            looked at then (its values too if it is on the CPU itself). Pass it to the torch backend, which it saves a
+            copy from the device. Kernels read offsets on the device. Given cu_seqlens there alone, they use it where
+            it is, its values unchecked; given this one, the host checks it and uploads it in each call, unless one
+            document fills the row. So with kernels and offsets on the GPU leave it out: always in the capture of a CUDA
+            graph, which refuses the upload.
         state_v_first: states are [N, HV, V, K].
         use_gate_in_kernel: g = -exp(A_log) * softplus(g + dt_bias) with A_log, dt_bias [HV].
         use_beta_sigmoid_in_kernel: beta = sigmoid(beta), doubled with allow_neg_eigval.
@@ -94,5 +99,5 @@ def chunk_gated_delta_rule(
         gate=use_gate_in_kernel,
     )
     if torch.compiler.is_compiling():
-        return traced_rule(given, options, cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, cp_context)
+        return traced_rule(given, options, offsets_to_read(cu_seqlens, cu_seqlens_cpu)[0], cp_context)
     return bind(given, options, cu_seqlens, cu_seqlens_cpu, cp_context).run()

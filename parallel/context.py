@@ -18,7 +18,8 @@ from flashqla_cp.parallel.exchange.base import Exchange
 from flashqla_cp.parallel.exchange.choose import check_exchange_name, map_exchange, resolve_exchange
 from flashqla_cp.parallel.exchange.headwise import Headwise, token_rows
 from flashqla_cp.parallel.halo import Halo
-from flashqla_cp.parallel.plan import ShardPlan, read_offsets
+from flashqla_cp.parallel.once import differentiable_once
+from flashqla_cp.parallel.plan import ShardPlan, offsets_to_read, read_offsets
 from flashqla_cp.parallel.plan_check import check_plans
 
 
@@ -40,7 +41,8 @@ def build_cp_context(
         cu_seqlens: offsets of the documents in the whole stream, before sharding, [N+1], any integer dtype, any device.
         group: ProcessGroup or 1-D DeviceMesh, any size; None is the default group.
         conv1d_kernel_size: width W of the causal convolution that will use the context; None prepares it on first use.
-        cu_seqlens_cpu: the same offsets on the CPU, which saves the copy from the device.
+        cu_seqlens_cpu: the same offsets on the CPU, which saves the copy from the device: of cu_seqlens only dtype,
+            shape and length are looked at then, and values if it is on the CPU too.
         layout: "contiguous" (near-equal cuts), "zigzag" (rank r holds parts r and 2P-1-r of 2P, in that order),
             "zigzag_per_document" (each document cut that way), or "custom" with token_ranges.
         token_ranges: token_ranges[r] = [(start, end), ...] that rank r stores, in order; all ranks' tile the stream.
@@ -56,7 +58,8 @@ def build_cp_context(
     plan, error = None, None
     fingerprint = b""
     try:
-        offsets, total = _offsets(cu_seqlens, cu_seqlens_cpu), _as_count(num_tokens, "num_tokens", least=0)
+        offsets = read_offsets(*offsets_to_read(cu_seqlens, cu_seqlens_cpu))
+        total = _as_count(num_tokens, "num_tokens", least=0)
         plan = ShardPlan.build(layout, offsets, comm.world_size, total, token_ranges)
         conv1d_kernel_size = _as_count(conv1d_kernel_size, "conv1d_kernel_size", least=1)
         check_exchange_name(exchange)
@@ -134,7 +137,7 @@ class CPContext:
     def unshard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The whole stream on every rank, for checks. x [.., local_tokens, ..] -> [.., num_tokens, ..].
 
-        Differentiable: every rank is expected to compute the same function of the result, so the gradient of x is
+        Differentiable once: every rank is expected to compute the same function of the result, so the gradient of x is
         this rank's rows of its own gradient, without communication; summed over ranks, parameter gradients are those
         of one process. Raises ValueError when x does not have local_tokens rows in dim.
         """
@@ -211,7 +214,7 @@ class _Unshard(torch.autograd.Function):
         return joined.index_select(0, order)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("CPContext.unshard")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.context.shard(grad, dim=0).contiguous(), None
 
@@ -228,12 +231,6 @@ def _local_pieces(plan: ShardPlan, rank: int) -> tuple[list[int], list[int]]:
         offsets.append(start + length)
         documents.append(document)
     return offsets, documents
-
-
-def _offsets(cu_seqlens: Any, cu_seqlens_cpu: Any) -> list[int]:
-    given = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-    name = "cu_seqlens" if cu_seqlens_cpu is None else "cu_seqlens_cpu"
-    return read_offsets(given, name)
 
 
 def _as_count(value: Any, name: str, least: int) -> int | None:

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -137,8 +138,12 @@ def check_offsets(offsets: Sequence[int], num_tokens: int | None, name: str = "c
 
 
 def read_offsets(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqlens") -> list[int]:
-    """Offsets as Python integers; copies from the device if they live there. Raises TypeError unless 1-D integers."""
-    return offsets_tensor(cu_seqlens, name).tolist()
+    """Offsets as Python integers; copies from the device if they live there. Raises TypeError or ValueError unless they
+    are 1-D integers with values."""
+    offsets = offsets_tensor(cu_seqlens, name)
+    if offsets.device.type == "meta":
+        raise ValueError(f"{name}: is on meta, which has no values; pass offsets on the CPU or a GPU")
+    return offsets.tolist()
 
 
 def offsets_tensor(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqlens") -> torch.Tensor:
@@ -156,6 +161,25 @@ def offsets_tensor(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seq
     if cu_seqlens.ndim != 1:
         raise ValueError(f"{name}: expected offsets of shape [N+1], got {list(cu_seqlens.shape)}")
     return cu_seqlens
+
+
+def offsets_to_read(cu_seqlens: Any, cu_seqlens_cpu: Any) -> tuple[Any, str]:
+    """The offsets that count, and their argument's name: those on the CPU where they are given, else cu_seqlens.
+
+    Raises TypeError or ValueError where cu_seqlens cannot be what the other is a copy of, as far as that costs no
+    waiting for a device: dtype, shape and length, and values where both are on the CPU and not being traced.
+    """
+    if cu_seqlens is None or cu_seqlens_cpu is None:
+        return (cu_seqlens, "cu_seqlens") if cu_seqlens_cpu is None else (cu_seqlens_cpu, "cu_seqlens_cpu")
+    there, here = offsets_tensor(cu_seqlens, "cu_seqlens"), offsets_tensor(cu_seqlens_cpu, "cu_seqlens_cpu")
+    if len(there) != len(here):
+        raise ValueError(f"cu_seqlens: has {len(there)} offsets, expected the {len(here)} of cu_seqlens_cpu, its copy")
+    if there.device.type == here.device.type == "cpu" and not torch.compiler.is_compiling():
+        left, right = there.tolist(), here.tolist()
+        for index, (a, b) in enumerate(zip(left, right, strict=True)):
+            if a != b:
+                raise ValueError(f"cu_seqlens: is {a} at index {index}, expected {b} as in cu_seqlens_cpu, its copy")
+    return here, "cu_seqlens_cpu"
 
 
 def refuse_dtensor(value: object, name: str) -> None:

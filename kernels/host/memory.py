@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import numbers
 from dataclasses import dataclass
+from typing import Any
 
 from flashqla_cp.kernels.chunks import CHUNK
 from flashqla_cp.kernels.host.backward import slab_parts
 from flashqla_cp.kernels.host.tables import TableSizes
+from flashqla_cp.kernels.stages import HEAD_DIMS, RATIOS
 from flashqla_cp.kernels.tuning import SCRATCH_BUDGET, head_slabs
 
 WIDE = 4  # bytes of fp32 and int32
+ELEMENT_SIZES = (2,)  # of bf16 and fp16, which kernels take
 RECOMPUTE = ("none", "solve", "forward")  # what the backward computes again: each keeps less than the one before
 
 
@@ -52,10 +56,23 @@ def training_bytes(
             that of o.sum(), or transposed. A copy is made.
         num_exits: final states whose gradient arrives and is copied, since it is not [N, HV, V, K] in fp32.
 
-    Raises ValueError for an unknown recompute.
+    Raises ValueError for what no call on kernels has: sizes below 1, value heads that are no multiple of the heads,
+    a size of heads or of elements without a kernel, an unknown recompute.
     """
-    if recompute not in RECOMPUTE:
-        raise ValueError(f"recompute: got {recompute!r}, expected one of {', '.join(map(repr, RECOMPUTE))}")
+    _check_least(1, num_heads=num_heads, num_v_heads=num_v_heads, processors=processors)
+    _check_least(0, num_tokens=num_tokens, num_documents=num_documents, num_entries=num_entries, num_exits=num_exits)
+    if num_v_heads % num_heads:
+        raise ValueError(
+            f"num_v_heads: got {num_v_heads} value heads, expected a multiple of num_heads={num_heads} (HV % H == 0)"
+        )
+    _check_known("num_v_heads / num_heads", num_v_heads // num_heads, RATIOS)
+    _check_known("head_dim", head_dim, HEAD_DIMS)
+    _check_known("element_size", element_size, ELEMENT_SIZES)
+    _check_known("recompute", recompute, RECOMPUTE)
+    if longest is not None:
+        _check_least(0, longest=longest)
+        if longest > num_tokens:
+            raise ValueError(f"longest: got {longest}, expected no more than num_tokens={num_tokens}")
     size = TableSizes.of(
         num_tokens,
         num_documents,
@@ -80,3 +97,14 @@ def training_bytes(
         saved=kept,
         scratch=again + slab + dmaps + copied + 2 * num_tokens * num_v_heads * WIDE,
     )
+
+
+def _check_least(least: int, **sizes: int) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, numbers.Integral) or size < least:
+            raise ValueError(f"{name}: got {size!r}, expected an integer of at least {least}")
+
+
+def _check_known(name: str, value: Any, known: tuple[Any, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"{name}: got {value!r}, expected one of {', '.join(map(repr, known))}")

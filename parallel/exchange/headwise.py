@@ -14,6 +14,7 @@ import torch
 
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.exchange.sharded import head_counts
+from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.parallel.plan import ShardPlan
 
 HeadTable = tuple[list[int], list[int]]
@@ -162,7 +163,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(_gather_rows(comm, *move) for move in zip(rows, heads, tensors, strict=True))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("chunk_gated_delta_rule")
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         moves = zip(ctx.rows, ctx.heads, ctx.num_heads, grads, strict=True)
         return None, None, None, *(_gather_heads(ctx.comm, *move) for move in moves)
@@ -178,7 +179,7 @@ class _ToRows(torch.autograd.Function):
         return tuple(_gather_heads(comm, *move) for move in zip(rows, heads, counts, tensors, strict=True))
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @differentiable_once("chunk_gated_delta_rule")
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         moves = zip(ctx.rows, ctx.heads, grads, strict=True)
         return None, None, None, *(_gather_rows(ctx.comm, *move) for move in moves)

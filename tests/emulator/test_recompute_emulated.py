@@ -143,6 +143,16 @@ def test_gradients_are_those_of_a_call_that_keeps_all(recompute):
     assert {name for name, count in more.items() if count} == again
 
 
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_second_derivatives_are_refused(recompute):
+    """Nothing depends on the incoming gradient of a linear loss, and a penalty on what came out would be dropped."""
+    leaves = leaves_of(*packed())
+    with plain():
+        o, _ = forward(leaves, recompute)
+        with pytest.raises(RuntimeError, match=r"^chunk_gated_delta_rule: is differentiable once"):
+            torch.autograd.grad(o.sum(), leaves[1], create_graph=True)
+
+
 @pytest.mark.parametrize("recompute", RECOMPUTE[1:])
 def test_nothing_but_empty_documents(recompute):
     tensors, initial = [x[:, :5] for x in inputs_of(8, 1, 2, DIM, "weak")], torch.randn(2, 2, DIM, DIM)

@@ -26,7 +26,12 @@ FLOORS = {
         {"launch"},
         {"cli"},
     ],
-    "parallel": [{"fragments", "affine", "comm", "foreign"}, {"plan"}, {"halo", "exchange", "plan_check"}, {"context"}],
+    "parallel": [
+        {"fragments", "affine", "comm", "foreign", "once"},
+        {"plan"},
+        {"halo", "exchange", "plan_check"},
+        {"context"},
+    ],
     "kernels": [
         {"arch", "settings", "chunks", "cache", "cubin"},
         {"spec", "emitted", "toolchain"},

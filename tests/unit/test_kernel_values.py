@@ -2,6 +2,7 @@
 
 import dataclasses
 import pickle
+import re
 
 import pytest
 import torch
@@ -128,6 +129,36 @@ def test_training_bytes_follow_the_sizes():
     assert training_bytes(65536, 1, **sizes, exchanged=True).saved > said.saved
     more = training_bytes(65536, 1, **sizes, num_entries=1).saved
     assert more == said.saved + 32 * 128 * 128 * 4 + 4
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_heads": 2, "num_v_heads": 3}, "num_v_heads: got 3 value heads, expected a multiple of num_heads=2"),
+        ({"num_heads": 1, "num_v_heads": 5}, "num_v_heads / num_heads: got 5, expected one of 1, 2, 3, 4, 8"),
+        ({"num_heads": 0}, "num_heads: got 0, expected an integer of at least 1"),
+        ({"num_v_heads": 0}, "num_v_heads: got 0, expected an integer of at least 1"),
+        ({"num_v_heads": 32.0}, "num_v_heads: got 32.0, expected an integer"),
+        ({"processors": 0}, "processors: got 0, expected an integer of at least 1"),
+        ({"num_tokens": -1}, "num_tokens: got -1, expected an integer of at least 0"),
+        ({"num_documents": -1}, "num_documents: got -1"),
+        ({"num_entries": -1}, "num_entries: got -1"),
+        ({"num_exits": -1}, "num_exits: got -1"),
+        ({"longest": -1}, "longest: got -1"),
+        ({"longest": 65537}, "longest: got 65537, expected no more than num_tokens=65536"),
+        ({"head_dim": 0}, "head_dim: got 0, expected one of 64, 128"),
+        ({"head_dim": 96}, "head_dim: got 96, expected one of 64, 128"),
+        ({"element_size": 4}, "element_size: got 4, expected one of 2"),
+        ({"recompute": "all"}, "recompute: got 'all', expected one of 'none', 'solve', 'forward'"),
+    ],
+)
+def test_training_bytes_of_what_no_call_has_are_refused(changed, message):
+    sizes = {"num_tokens": 65536, "num_documents": 1, "num_heads": 16, "num_v_heads": 32}
+    sizes |= {"head_dim": 128, "processors": 132}
+    assert training_bytes(**sizes | {"longest": 65536}).saved
+    assert training_bytes(**sizes | {"num_tokens": 0, "num_documents": 0}).scratch >= 0  # a rank without tokens
+    with pytest.raises(ValueError, match=re.escape(message)):
+        training_bytes(**sizes | changed)
 
 
 @pytest.mark.parametrize(
