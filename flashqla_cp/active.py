@@ -11,13 +11,22 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch
 
 from flashqla_cp.parallel.context import CPContext
 
-_active: ContextVar[CPContext | None] = ContextVar("flashqla_cp_active_context", default=None)
-_read: ContextVar[list[bool] | None] = ContextVar("flashqla_cp_context_was_read", default=None)
+
+@dataclass(slots=True)
+class _Block:
+    """A use_context block, and whether a layer has read its context."""
+
+    context: CPContext
+    read: bool = False
+
+
+_active: ContextVar[_Block | None] = ContextVar("flashqla_cp_active_context", default=None)
 
 
 @contextmanager
@@ -34,14 +43,13 @@ def use_context(context: CPContext) -> Iterator[CPContext]:
     """
     if not isinstance(context, CPContext):
         raise TypeError(f"context: expected a CPContext from build_cp_context, got {type(context).__name__}")
-    read = [False]
-    token, read_token = _active.set(context), _read.set(read)
+    block = _Block(context)
+    token = _active.set(block)
     try:
         yield context
     finally:
         _active.reset(token)
-        _read.reset(read_token)
-    if context.world_size > 1 and not read[0]:
+    if context.world_size > 1 and not block.read:
         warnings.warn(
             f"context: no layer read {context!r}; expected a model changed by enable_context_parallel to run inside "
             "the block",
@@ -61,10 +69,11 @@ def active_context() -> CPContext | None:
             "argument; checkpoint whole decoder layers of a model that is called as a whole, or pass cp_context=... "
             "(None without one) to the checkpointed layer"
         )
-    read = _read.get()
-    if read is not None:
-        read[0] = True
-    return _active.get()
+    block = _active.get()
+    if block is None:
+        return None
+    block.read = True
+    return block.context
 
 
 def in_backward() -> bool:

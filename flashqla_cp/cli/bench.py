@@ -132,11 +132,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         stopped = True
         print(f"bench: stopped; {len(report['cases'])} cases were finished", file=sys.stderr, flush=True)
-    if stopped and not report["cases"]:
-        return 130
-    if args.plot is not None:
-        bench_report.draw_plot(report, args.plot)
-    print(f"\n{format_table(report)}", flush=True)
+    if report["cases"]:
+        if args.plot is not None:
+            bench_report.draw_plot(report, args.plot)
+        print(f"\n{format_table(report)}", flush=True)
     if stopped:
         return 130
     ours = [result for case in report["cases"] for result in case["results"] if result["name"] == OURS]

@@ -87,21 +87,22 @@ def restore(modules: list[nn.Module]) -> None:
 
 def check_unwrapped(name: str, module: nn.Module) -> None:
     """Raise ValueError for a module whose forward something else has replaced or captured already."""
-    by = next((text for child, text in WRAPPED.items() if child in module._modules), None)
-    if by is not None:
-        pass
-    elif isinstance(module, FSDPModule):
-        by = "fully_shard"
-    elif module._compiled_call_impl is not None:
-        by = "torch.compile"
-    elif "forward" in module.__dict__:
-        by = _replacement(module)
+    by = _replacement(module)
     if by is not None:
         raise ValueError(f"model: {name or 'the model'} has been through {by}; enable context parallelism before")
 
 
-def _replacement(module: nn.Module) -> str:
-    """What put a forward of its own into this module."""
+def _replacement(module: nn.Module) -> str | None:
+    """What put a forward of its own into this module, or around it."""
+    wrapper = next((text for child, text in WRAPPED.items() if child in module._modules), None)
+    if wrapper is not None:
+        return wrapper
+    if isinstance(module, FSDPModule):
+        return "fully_shard"
+    if module._compiled_call_impl is not None:
+        return "torch.compile"
+    if "forward" not in module.__dict__:
+        return None
     if hasattr(module, "_hf_hook"):
         return "an accelerate hook"
     if hasattr(type(module), "kernel_layer_name"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,28 +53,22 @@ def check_rows(
 def rows_of_context(context: CPContext) -> Rows:
     key = "documents of rows"
     if key not in context.memo:
-        document = torch.full((context.local_tokens,), -1, dtype=torch.int64)
-        pieces = torch.tensor(context.segment_documents, dtype=torch.int64)
-        inside = pieces.repeat_interleave(context.cu_seqlens_cpu.diff().long())
-        document[: len(inside)] = inside
-        begins = torch.zeros(context.local_tokens, dtype=torch.bool)
-        fragments = context.plan.fragments
-        begins[fragments.offset[~fragments.has_predecessor & (fragments.rank == context.rank)]] = True
         stored = [torch.arange(start, end) for start, end in context.plan.ranges[context.rank]]
         stream = torch.cat([*stored, torch.empty(0, dtype=torch.int64)])
-        offsets = torch.tensor(context.plan.cu_seqlens, dtype=torch.int64)
-        position = stream - offsets[torch.searchsorted(offsets, stream, right=True) - 1]
-        context.memo[key] = Rows(document=document, begins=begins, position=position)
+        context.memo[key] = _locate(stream, context.plan.cu_seqlens)
     return context.memo[key]
 
 
 def rows_of_offsets(offsets: list[int], num_rows: int) -> Rows:
-    lengths = torch.tensor([end - start for start, end in pairwise(offsets)], dtype=torch.int64)
-    document = torch.full((num_rows,), -1, dtype=torch.int64)
-    document[: offsets[-1]] = torch.arange(len(lengths)).repeat_interleave(lengths)
-    begins = torch.zeros(num_rows, dtype=torch.bool)
-    begins[[start for start, end in pairwise(offsets) if start < end]] = True
-    return Rows(document=document, begins=begins)
+    return replace(_locate(torch.arange(num_rows), offsets), position=None)
+
+
+def _locate(stream: torch.Tensor, offsets: Sequence[int]) -> Rows:
+    """Rows by their places in the stream."""
+    starts = torch.tensor(offsets, dtype=torch.int64)
+    document = torch.searchsorted(starts, stream, right=True) - 1
+    position, covered = stream - starts[document], stream < starts[-1]
+    return Rows(document=document.where(covered, -1), begins=covered & (position == 0), position=position)
 
 
 def as_rows(given: torch.Tensor, name: str, batch: int, length: int) -> torch.Tensor:
