@@ -21,6 +21,7 @@ def multiply(arch: Arch, left, right, sums):
         T.mbarrier_wait_parity(done, 0)
         T.tcgen05_after_thread_sync()
         T.copy(accumulator, sums)
+        T.tcgen05_before_thread_sync()  # the next barrier is also what frees the accumulator waits for
 
 
 def issue(left, right, sums, done, *, clear=True, left_t=False, right_t=True):
