@@ -20,7 +20,7 @@ from flashqla_cp.checks import (
     check_op_inputs,
     check_recompute,
     check_scale,
-    offsets_left_on,
+    offsets_for_kernels,
     read_documents,
 )
 from flashqla_cp.fused import Call
@@ -99,10 +99,8 @@ def bind(
     if trains is None:
         trains = wants_gradients((*tensors, initial_state, A_log, dt_bias))
     kernels = kernels_for(options.backend, q, v, trains)
-    there = None
-    if kernels is not None and context is None:
-        there = offsets_left_on(q, "q", cu_seqlens, cu_seqlens_cpu)
-    offsets = read_documents(q, "q", cu_seqlens, cu_seqlens_cpu, context) if there is None else there
+    find_offsets = read_documents if kernels is None else offsets_for_kernels
+    offsets = find_offsets(q, "q", cu_seqlens, cu_seqlens_cpu, context)
     state_dims = (value_dim, key_dim) if options.state_v_first else (key_dim, value_dim)
     state_shape = (len(offsets) - 1, num_v_heads, *state_dims)
     initial_state = as_parameter(initial_state, "initial_state", state_shape, q.device)

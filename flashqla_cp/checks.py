@@ -15,7 +15,7 @@ import torch
 
 from flashqla_cp.kernels.host.memory import RECOMPUTE
 from flashqla_cp.parallel.context import CPContext
-from flashqla_cp.parallel.foreign import is_array, take_over
+from flashqla_cp.parallel.foreign import is_array, take_over, taken_over
 from flashqla_cp.parallel.plan import check_offsets, offsets_tensor, offsets_to_read, read_offsets, refuse_dtensor
 
 DEVICES = ("cpu", "cuda")
@@ -154,6 +154,18 @@ def read_documents(
     offsets = read_offsets(given, label)
     check_offsets(offsets, length, label)
     return offsets
+
+
+def offsets_for_kernels(
+    x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any, cp_context: CPContext | None
+) -> Sequence[int] | torch.Tensor:
+    """What read_documents finds, but a tensor where the offsets can stay on x's device."""
+    if cp_context is None:
+        cu_seqlens = taken_over(cu_seqlens, "cu_seqlens")  # it is looked at twice
+        there = offsets_left_on(x, name, cu_seqlens, cu_seqlens_cpu)
+        if there is not None:
+            return there
+    return read_documents(x, name, cu_seqlens, cu_seqlens_cpu, cp_context)
 
 
 def offsets_left_on(x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any) -> torch.Tensor | None:

@@ -15,7 +15,7 @@ import torch
 
 from flashqla_cp.bound import wants_gradients
 from flashqla_cp.chains import documents_of
-from flashqla_cp.checks import as_parameter, as_tensor, check_conv_inputs, offsets_left_on, read_documents
+from flashqla_cp.checks import as_parameter, as_tensor, check_conv_inputs, offsets_for_kernels, read_documents
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.backend import ConvSizes, Kernels, select
 from flashqla_cp.kernels.host import causal_conv as kernels
@@ -211,12 +211,9 @@ def _cast(
 
 def _places(x: torch.Tensor, width: int, cu_seqlens: Any, context: CPContext | None, arch: Arch) -> Places:
     """Where windows begin, for kernels."""
+    known = offsets_for_kernels(x, "x", cu_seqlens, None, context)
     if context is not None:
-        read_documents(x, "x", cu_seqlens, None, context)
         return _context_places(context, width, x.device)
-    known: Sequence[int] | torch.Tensor | None = offsets_left_on(x, "x", cu_seqlens, None)
-    if known is None:
-        known = read_documents(x, "x", cu_seqlens, None, None)
     batch, length = x.shape[:2]
     offsets = documents_of(known, batch, length, x.device).offsets
     if offsets is None:

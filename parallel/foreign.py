@@ -26,5 +26,11 @@ def take_over(value: Any, name: str) -> torch.Tensor:
         raise TypeError(f"{name}: {type(value).__name__} cannot be taken over: {error}") from error
 
 
+def taken_over(value: Any, name: str) -> Any:
+    """A tensor on the memory of an array, any other value as it is: for what is looked at more than once, since a
+    capsule can be taken over only once."""
+    return take_over(value, name) if is_array(value) else value
+
+
 def _is_capsule(value: Any) -> bool:
     return type(value).__name__ == "PyCapsule"

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from flashqla_cp.parallel.foreign import is_array, take_over
+from flashqla_cp.parallel.foreign import taken_over
 from flashqla_cp.parallel.fragments import Fragments, Owners, Range, cut_documents, merge_touching
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", "custom")
@@ -149,8 +149,7 @@ def read_offsets(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqle
 def offsets_tensor(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seqlens") -> torch.Tensor:
     """Offsets as a tensor, where they live; values unread. Raises TypeError or ValueError unless 1-D integers."""
     refuse_dtensor(cu_seqlens, name)
-    if is_array(cu_seqlens):
-        cu_seqlens = take_over(cu_seqlens, name)
+    cu_seqlens = taken_over(cu_seqlens, name)
     if not isinstance(cu_seqlens, torch.Tensor):
         try:
             cu_seqlens = torch.as_tensor(cu_seqlens) if len(cu_seqlens) else torch.empty(0, dtype=torch.int64)
@@ -169,8 +168,10 @@ def offsets_to_read(cu_seqlens: Any, cu_seqlens_cpu: Any) -> tuple[Any, str]:
     Raises TypeError or ValueError where cu_seqlens cannot be what the other is a copy of, as far as that costs no
     waiting for a device: dtype, shape and length, and values where both are on the CPU and not being traced.
     """
-    if cu_seqlens is None or cu_seqlens_cpu is None:
-        return (cu_seqlens, "cu_seqlens") if cu_seqlens_cpu is None else (cu_seqlens_cpu, "cu_seqlens_cpu")
+    if cu_seqlens_cpu is None:
+        return cu_seqlens, "cu_seqlens"
+    if cu_seqlens is None or cu_seqlens is cu_seqlens_cpu:  # one capsule cannot be taken over for both
+        return cu_seqlens_cpu, "cu_seqlens_cpu"
     there, here = offsets_tensor(cu_seqlens, "cu_seqlens"), offsets_tensor(cu_seqlens_cpu, "cu_seqlens_cpu")
     if len(there) != len(here):
         raise ValueError(f"cu_seqlens: has {len(there)} offsets, expected the {len(here)} of cu_seqlens_cpu, its copy")

@@ -7,8 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from flashqla_cp.integrations.documents import Documents
-
 ATTENTION_WARNING = "model: its full-attention layers"
 
 
@@ -31,25 +29,25 @@ def warn_of_attention(found: list[str]) -> None:
     )
 
 
-def check_positions(model: Any, documents: Documents, told: dict[str, Any]) -> None:
-    """Raise ValueError for a call without position_ids where those that transformers then makes, which count the rows
-    of this rank from 0, are not those of the documents. told: the arguments of the call."""
-    ranks = model.flashqla_cp.sharding.world_size
-    if told.get("position_ids") is not None:
-        return
+def attention_kind(model: Any) -> str:
+    """What transformers calls the implementation of a model's full attention."""
+    return str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+
+
+def check_positions(kind: str, ranks: int, packed: bool, told_offsets: bool) -> None:
+    """Raise ValueError for full attention without position_ids where those that transformers then makes, which count
+    the rows of this rank from 0, are not those of the documents.
+
+    packed: whether the rows hold several documents. told_offsets: whether cu_seq_lens_q came, which flash attentions
+    read.
+    """
     if ranks > 1:
         raise ValueError(
             f"position_ids: got none for a model with full attention, its sequence sharded over {ranks} ranks; pass "
             "this rank's rows of the positions in the whole documents, else rotary embeddings count these rows from 0"
         )
-    kind = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
-    if _is_packed(documents) and not (told.get("cu_seq_lens_q") is not None and "flash" in kind):
+    if packed and not (told_offsets and "flash" in kind):
         raise ValueError(
             f"position_ids: got none for packed documents and a model with full attention ({kind!r}), which would not "
             "tell them apart; pass the positions in the documents, 0 where one begins"
         )
-
-
-def _is_packed(documents: Documents) -> bool:
-    context = documents.context
-    return documents.cu_seqlens is not None or (context is not None and len(context.segment_documents) > 1)

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from flashqla_cp.integrations.refusals import agree, is_padded, refuse_padding
+from flashqla_cp.integrations.attention import check_positions
+from flashqla_cp.integrations.refusals import agree, check_key_offsets, is_padded, refuse_padding
 from flashqla_cp.integrations.rows import as_rows, check_rows, rows_of_context, rows_of_offsets
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.context import CPContext, build_cp_context
@@ -36,13 +37,16 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Told:
-    """What came with a batch: context; cu_seqlens [N+1]; position_ids, seq_idx and mask [B, T]. None: not given."""
+    """What came with a batch: context; cu_seqlens and key_offsets [N+1]; position_ids, seq_idx and mask [B, T]; None
+    for what did not. blind_attention: the kind of full attention that would need position_ids and got none."""
 
     context: CPContext | None = None
     cu_seqlens: torch.Tensor | None = None
+    key_offsets: torch.Tensor | None = None
     position_ids: torch.Tensor | None = None
     seq_idx: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    blind_attention: str | None = None
 
     @property
     def source(self) -> str:
@@ -60,6 +64,11 @@ class Documents:
     context: CPContext | None = None
     cu_seqlens: torch.Tensor | None = None
 
+    @property
+    def packed(self) -> bool:
+        """Whether this rank stores more than one document in a row."""
+        return self.cu_seqlens is not None or (self.context is not None and len(self.context.segment_documents) > 1)
+
 
 def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> Documents:
     """Documents of a batch of `batch` rows of `length` tokens stored by this rank.
@@ -69,15 +78,30 @@ def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> D
 
     Raises:
         ValueError: sources that contradict each other or the batch; a group of several ranks and no source, or padding
-            there. TypeError: offsets that are not integers. RuntimeError: ranks that disagree, or that refused.
+            there; full attention that is told no positions. TypeError: offsets that are not integers. RuntimeError:
+            ranks that disagree, or that refused.
     """
     context, comm = told.context, sharding.comm
     if context is None and comm is not None and comm.world_size > 1:
         agree(comm, told.source, lambda: _check_alone(sharding, batch, length, told))
-        context = made = _make_context(sharding, batch, length, told)
-        return agree(comm, told.source, lambda: _checked(made, sharding, batch, length, told))
-    if context is not None:
-        return _checked(context, sharding, batch, length, told)
+        made = _make_context(sharding, batch, length, told)
+        return agree(comm, told.source, lambda: _settle(made, sharding, batch, length, told))
+    check_key_offsets(told.cu_seqlens, told.key_offsets)
+    return _settle(context, sharding, batch, length, told)
+
+
+def _settle(context: CPContext | None, sharding: Sharding, batch: int, length: int, told: Told) -> Documents:
+    """The documents by a context or, on one device without one, by the other sources; communicates nothing."""
+    if context is None:
+        found = _rows_of_one_device(batch, length, told)
+    else:
+        found = _checked(context, sharding, batch, length, told)
+    if told.blind_attention is not None:
+        check_positions(told.blind_attention, sharding.world_size, found.packed, told.cu_seqlens is not None)
+    return found
+
+
+def _rows_of_one_device(batch: int, length: int, told: Told) -> Documents:
     if told.cu_seqlens is not None:
         if batch != 1:
             raise ValueError(f"cu_seq_lens_q: got offsets for a batch of {batch} rows, expected one row")
@@ -100,6 +124,7 @@ def find_documents(sharding: Sharding, batch: int, length: int, told: Told) -> D
 
 def _check_alone(sharding: Sharding, batch: int, length: int, told: Told) -> None:
     """What a rank can refuse before it has heard of the others."""
+    check_key_offsets(told.cu_seqlens, told.key_offsets)
     if is_padded(told.mask):
         refuse_padding(told.mask)
     if told.cu_seqlens is None and told.position_ids is None:

@@ -53,6 +53,8 @@ def refuse_labels(told: dict[str, Any], world_size: int) -> None:
 
     It would shift them inside these rows, which loses a target at every cut, and divide by this rank's targets.
     """
+    if told.get("labels") is None:
+        return
     missing = [name for name in ("shift_labels", "num_items_in_batch") if told.get(name) is None]
     if missing:
         raise ValueError(
@@ -62,9 +64,8 @@ def refuse_labels(told: dict[str, Any], world_size: int) -> None:
         )
 
 
-def check_key_offsets(told: dict[str, Any]) -> None:
+def check_key_offsets(queries: torch.Tensor | None, keys: torch.Tensor | None) -> None:
     """Raise ValueError for cu_seq_lens_k that differ from cu_seq_lens_q: keys and queries are the same tokens here."""
-    queries, keys = told.get("cu_seq_lens_q"), told.get("cu_seq_lens_k")
     if keys is not None and (queries is None or (keys is not queries and keys.tolist() != queries.tolist())):
         given = None if queries is None else queries.tolist()[:8]
         raise ValueError(

@@ -4,7 +4,7 @@ enable_context_parallel gives each such layer a subclass of its class with anoth
 are. The documents of a batch are found where the model is entered, travel to the decoder layers as one more keyword
 argument, which activation checkpointing keeps for the second forward, and from there to the layer itself:
 
-    model(...)  ->  _bind_batch: find_documents  ->  decoder layer(..., cp_documents=)  ->  layer: conv, op, norm
+    model(...)  ->  _bind_batch: told_documents  ->  decoder layer(..., cp_documents=)  ->  layer: conv, op, norm
 
 Layers are recognised by their attributes, so nothing of transformers is imported. Letters: B batch, T tokens, H key
 heads, HV value heads, K head_k_dim, V head_v_dim.
@@ -16,7 +16,7 @@ import logging
 import warnings
 from collections import Counter
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flashqla_cp.active import active_context, in_backward, use_context
+from flashqla_cp.active import use_context
 from flashqla_cp.conv import causal_conv1d
 from flashqla_cp.integrations.attachment import (
     Attachment,
@@ -36,10 +36,11 @@ from flashqla_cp.integrations.attachment import (
     restore,
     swap_class,
 )
-from flashqla_cp.integrations.attention import check_positions, find_attention, warn_of_attention
-from flashqla_cp.integrations.documents import Documents, Sharding, Told, find_documents
+from flashqla_cp.integrations.attention import attention_kind, find_attention, warn_of_attention
+from flashqla_cp.integrations.call import CACHES, cache_of, context_of, told_documents
+from flashqla_cp.integrations.documents import Documents, Sharding
 from flashqla_cp.integrations.gdn_layers import find_layers, project
-from flashqla_cp.integrations.refusals import check_key_offsets, is_padded, refuse_labels, refuse_padding
+from flashqla_cp.integrations.refusals import agree, is_padded, refuse_labels, refuse_padding
 from flashqla_cp.layer import BACKENDS
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
@@ -49,7 +50,6 @@ __all__ = ["disable_context_parallel", "enable_context_parallel", "use_context"]
 
 ARGUMENT = "cp_documents"
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
-CACHES = ("cache", "cache_params", "past_key_values", "past_key_value")
 
 _documents: ContextVar[Documents | None] = ContextVar("flashqla_cp_documents", default=None)
 _ran: ContextVar[bool] = ContextVar("flashqla_cp_ran", default=False)
@@ -167,13 +167,13 @@ class _Layer(nn.Module):
         _ran.set(True)
         documents = kwargs.pop(ARGUMENT, None) or _documents.get()
         told = dict(zip(self.flashqla_cp.names[1:], args, strict=False)) | kwargs
-        if _cache_of(told) is not None:
+        if cache_of(told) is not None:
             _check_cache(self, documents)
             kwargs.pop("cp_context", None)
             return super().forward(hidden_states, *args, **kwargs)
         refuse_padding(told.get("attention_mask"))
         if documents is None:
-            documents = _find(self, told, hidden_states)
+            documents = told_documents(self.flashqla_cp.sharding, told, hidden_states)
         return _mix(self, hidden_states, documents)
 
     def extra_repr(self) -> str:
@@ -217,56 +217,38 @@ def _mix(layer: Any, hidden_states: torch.Tensor, documents: Documents) -> torch
 
 def _bind_model(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """_bind_batch where a model is entered, whose full attention must be told the documents too."""
-    told = dict(zip(module.flashqla_cp.names, args, strict=False)) | kwargs
-    args, kwargs = _bind_batch(module, args, kwargs)
-    if module.flashqla_cp.enabling.attends and kwargs.get(ARGUMENT) is not None:
-        check_positions(module, kwargs[ARGUMENT], told)
-    return args, kwargs
+    return _bind_batch(module, args, kwargs, attention_kind(module) if module.flashqla_cp.enabling.attends else None)
 
 
-def _bind_batch(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _bind_batch(
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], attention: str | None = None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Find the documents once, where a model or decoder layer is entered, and add them to its arguments."""
     told = dict(zip(module.flashqla_cp.names, args, strict=False)) | kwargs
     inputs = [told.get(name) for name in ("hidden_states", "inputs_embeds", "input_ids")]
     rows = next((x for x in inputs if x is not None), None)
-    decodes = _cache_of(told) is not None and not _trains(module)
+    decodes = cache_of(told) is not None and not _trains(module)
     # On one device padded rows, whose positions mean little, end in the layer: refused, or left to transformers with a
     # cache. Of several ranks each looks for the documents, since all must hear of what one of them refuses.
     ignored = decodes or (module.flashqla_cp.sharding.world_size == 1 and is_padded(told.get("attention_mask")))
     if ARGUMENT not in kwargs and rows is not None and not ignored:
-        kwargs = kwargs | {ARGUMENT: _find(module, told, rows)}
+        kwargs = kwargs | {ARGUMENT: told_documents(module.flashqla_cp.sharding, told, rows, attention)}
     kwargs.pop("cp_context", None)
     return args, kwargs
 
 
 def _check_labels(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before a model that makes a loss, on several ranks; without a context all raise what one of them refuses."""
     told = dict(zip(module.flashqla_cp.names, args, strict=False)) | kwargs
-    if told.get("labels") is not None and any(isinstance(below, _Layer) for below in module.modules()):
-        refuse_labels(told, module.flashqla_cp.sharding.world_size)
-
-
-def _find(module: Any, told: dict[str, Any], rows: torch.Tensor) -> Documents:
-    given = told.get("cp_context")
-    active = None if "cp_context" in told and in_backward() else active_context()
-    if given is not None and active is not None and given is not active:
-        raise ValueError(f"cp_context: got {given!r} inside use_context of {active!r}, expected one context")
-    positions = told.get("position_ids")
-    if positions is not None and positions.ndim == 3:
-        # Of four planes the first is that of the text; three are those of an image and tell no documents.
-        positions = positions[0] if positions.shape[0] == 4 else None
-    check_key_offsets(told)
-    sources = Told(
-        context=active if given is None else given,
-        cu_seqlens=told.get("cu_seq_lens_q"),
-        position_ids=positions,
-        seq_idx=told.get("seq_idx"),
-        mask=told.get("attention_mask"),
-    )
-    return find_documents(module.flashqla_cp.sharding, rows.shape[0], rows.shape[1], sources)
-
-
-def _cache_of(told: dict[str, Any]) -> Any:
-    return next((told[name] for name in CACHES if told.get(name) is not None), None)
+    if not any(isinstance(below, _Layer) for below in module.modules()):
+        return
+    comm = module.flashqla_cp.sharding.comm
+    check = partial(refuse_labels, told, comm.world_size)
+    # The layers refuse a cache anyway, and a rank that generates may be called alone.
+    if context_of(told) is None and cache_of(told) is None:
+        agree(comm, "labels", check)
+    else:
+        check()
 
 
 def _trains(module: nn.Module) -> bool:

@@ -121,7 +121,7 @@ def test_offsets_that_lie_stay_inside_the_tensors():
     for offsets in ([3, 20, 90], [0, 30, 10, 20], [-5, 12, 39], [50, 60]):
         ends = torch.tensor(offsets, dtype=torch.int32)
         with emulation("sm_90a", races=False), pytest.MonkeyPatch.context() as patch:
-            patch.setattr("flashqla_cp.conv.offsets_left_on", lambda *_, ends=ends: ends)
+            patch.setattr("flashqla_cp.checks.offsets_left_on", lambda *_, ends=ends: ends)
             found = case.run(given, dy, offsets=ends)
         assert all(torch.isfinite(x).all() for x in found.values())
 

@@ -204,12 +204,12 @@ def fla_calls(rank: int, layout: str, device: str) -> Errors:
     from fla.modules.causal_conv1d import causal_conv1d
     from fla.ops.cp import build_cp_context as build_fla_context
 
-    from flashqla_cp.integrations import fla as plugin
+    from flashqla_cp.integrations.fla import calls, register_fla_backend
 
     ran: list[str] = []
-    plugin.chunk_gated_delta_rule = seen(plugin.chunk_gated_delta_rule, "op", ran)  # type: ignore[assignment]
-    plugin.causal_conv1d = seen(plugin.causal_conv1d, "conv", ran)  # type: ignore[assignment]
-    plugin.register_fla_backend()
+    calls.chunk_gated_delta_rule = seen(calls.chunk_gated_delta_rule, "op", ran)  # type: ignore[assignment]
+    calls.causal_conv1d = seen(calls.causal_conv1d, "conv", ran)  # type: ignore[assignment]
+    register_fla_backend()
     ran.clear()
     offsets = torch.tensor([0, 100, TOKENS], device=device)
     where: dict[str, Any] = {"cu_seqlens": offsets}

@@ -6,6 +6,7 @@ fla's own kernels need a GPU: here a call that they keep fails, which tells the 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,7 +32,8 @@ from fla.ops.gated_delta_rule import chunk_gated_delta_rule as op
 from fla.ops.gated_delta_rule import chunk_gdn
 
 from flashqla_cp.integrations import fla as plugin
-from flashqla_cp.integrations.fla_contexts import join, tell
+from flashqla_cp.integrations.fla import calls, declined
+from flashqla_cp.integrations.fla.contexts import join, tell
 
 BAR = 1e-10
 OFFSETS = [0, 7, 30, 30, 96]
@@ -112,6 +114,38 @@ def test_conv_by_every_name(registered: None, call: Any, activation: str | None)
         assert relative_l2(found, gradient) < BAR
 
 
+@pytest.mark.parametrize("call", ["op", "conv", "conv with a context"])
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (torch.tensor([0, 8, 30, 30, 96]), "cu_seqlens: is 8 at index 1, expected 7 as in cu_seqlens_cpu, its copy"),
+        (torch.tensor([0, 96]), "cu_seqlens: has 2 offsets, expected the 5 of cu_seqlens_cpu, its copy"),
+        (torch.tensor([0.0, 7, 30, 30, 96]), "cu_seqlens: expected integers, got torch.float32"),
+    ],
+)
+def test_offsets_are_compared_with_their_copy(registered: None, call: str, given: torch.Tensor, text: str) -> None:
+    x, weight, where = torch.randn(1, 96, 6), torch.randn(6, 4), {"cu_seqlens_cpu": torch.tensor(OFFSETS)}
+    calls = {
+        "op": lambda **where: op(**inputs(), **where),
+        "conv": lambda **where: conv(x, weight, **where),
+        "conv with a context": lambda **where: conv(x, weight, cp_context=FLACPContext(**where)),
+    }
+    calls[call](cu_seqlens=torch.tensor(OFFSETS, dtype=torch.int32), **where)
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        calls[call](cu_seqlens=given, **where)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+def test_offsets_that_the_convolution_reads(backend: str) -> None:
+    """Kernels read them where they are, the torch backend their copy, which costs no waiting."""
+    there, here = torch.tensor(OFFSETS, device="meta"), torch.tensor(OFFSETS)
+    for device, expected in ((torch.device("cuda", 0), there if backend == "auto" else here), (here.device, here)):
+        assert calls.offsets_of_conv(there, here, device, backend) is expected
+        assert calls.offsets_of_conv(there, None, device, backend) is there
+        assert calls.offsets_of_conv(None, here, device, backend) is here
+        assert calls.offsets_of_conv(None, None, device, backend) is None
+
+
 def test_module_of_fla(registered: None) -> None:
     module = ShortConvolution(6, 4, bias=True, activation="silu")
     x = torch.randn(2, 20, 6)
@@ -150,7 +184,7 @@ def test_nothing_runs_here_unless_registered() -> None:
     ],
 )
 def test_op_is_declined(registered: None, kwargs: dict[str, Any], reason: str, caplog: Any) -> None:
-    plugin._say_once.cache_clear()
+    declined._say_once.cache_clear()
     with caplog.at_level(logging.WARNING), pytest.raises((RuntimeError, AssertionError)):
         op(**inputs() | kwargs)
     assert f"fla runs its own chunk_gated_delta_rule: {reason}" in caplog.text
@@ -167,7 +201,7 @@ def test_op_is_declined(registered: None, kwargs: dict[str, Any], reason: str, c
     ],
 )
 def test_conv_is_declined(registered: None, kwargs: dict[str, Any], reason: str, caplog: Any) -> None:
-    plugin._say_once.cache_clear()
+    declined._say_once.cache_clear()
     with caplog.at_level(logging.WARNING), pytest.raises(Exception):  # noqa: B017 what fla makes of it
         conv(**{"x": torch.zeros(1, 12, 6), "weight": torch.zeros(6, 4)} | kwargs)
     assert f"fla runs its own causal_conv1d: {reason}" in caplog.text
@@ -176,14 +210,14 @@ def test_conv_is_declined(registered: None, kwargs: dict[str, Any], reason: str,
 def test_gpu_without_kernels_is_left_to_fla(registered: None, monkeypatch: pytest.MonkeyPatch) -> None:
     device, capability = torch.device("cuda", 0), (8, 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert "no TileLang kernels for sm_80" in plugin._why_not_device(device)
+    assert "no TileLang kernels for sm_80" in declined.why_not_device(device)
     capability = (9, 0)
-    assert plugin._why_not_device(device) is None
+    assert declined.why_not_device(device) is None
     four, five = (ConvSizes(dtype=torch.bfloat16, width=width) for width in (4, 5))
-    assert plugin._why_not_device(device, four) is None
-    assert "weight: got 5 taps" in plugin._why_not_device(device, five)
+    assert declined.why_not_device(device, four) is None
+    assert "weight: got 5 taps" in declined.why_not_device(device, five)
     plugin.register_fla_backend(backend="torch")
-    assert plugin._why_not_device(device, five) is None
+    assert declined.why_not_device(device, five) is None
 
 
 def test_options_and_switches(monkeypatch: pytest.MonkeyPatch) -> None:

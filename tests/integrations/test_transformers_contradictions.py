@@ -138,3 +138,47 @@ def test_what_ranks_refuse() -> None:
         assert "position_ids: " in found["other layout by offsets"]
     assert "position_ids: 72 at row 24 of this rank, which by its plan holds position 24" in first["other layout"]
     assert "position_ids: 58 at row 9 of this rank, which by its plan holds position 57" in second["jump"]
+
+
+# What rank 1 alone is given in the place of what both are given, by name; None takes it away.
+BY_OFFSETS, BY_POSITIONS = ("cu_seq_lens_q", "position_ids"), ("position_ids",)
+FAULTS_OF_ONE_RANK: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, Any], str]] = {
+    "no positions": (HYBRID, BY_OFFSETS, {"position_ids": None}, "position_ids: got none for a model with full"),
+    "other keys": (LINEAR, BY_OFFSETS, {"cu_seq_lens_k": offsets(0, 8, TOKENS)}, "cu_seq_lens_k: got [0, 8, 96] with"),
+    "keys alone": (LINEAR, BY_POSITIONS, {"cu_seq_lens_k": offsets(0, TOKENS)}, "with cu_seq_lens_q None, expected"),
+    "keys for queries": (
+        LINEAR,
+        BY_OFFSETS,
+        {"cu_seq_lens_q": None, "cu_seq_lens_k": offsets(0, TOKENS)},
+        "with cu_seq_lens_q None, expected",
+    ),
+    "labels": (LINEAR, BY_POSITIONS, {"labels": torch.zeros(1, TOKENS // 2).long()}, "labels: got them without shift"),
+}
+
+
+def _refusal_of_one_rank(rank: int, name: str) -> tuple[str, str]:
+    """The error of a call whose fault rank 1 alone can see, and whether the next call of both is right again."""
+    kind, sources, fault, _ = FAULTS_OF_ONE_RANK[name]
+    batch, context = make_batch((0, TOKENS)), build_cp_context([0, TOKENS], dist.group.WORLD)
+    model = make_model("qwen3_next", kind).eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of full attention
+        enable_context_parallel(model, dist.group.WORLD)
+    given = {"input_ids": context.shard(batch["input_ids"])}
+    told = {"cu_seq_lens_q": offsets(0, TOKENS), "position_ids": context.shard(batch["position_ids"])}
+    given |= {source: told[source] for source in sources}
+    with torch.no_grad():
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            model(**given | (fault if rank else {}))
+        right = model(**given).logits.shape
+    return f"{caught.type.__name__}: {caught.value}", str(list(right))
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_ONE_RANK)
+def test_what_one_rank_refuses_without_a_context_is_raised_on_all(name: str) -> None:
+    """The other rank would else wait for it until it exits."""
+    text = FAULTS_OF_ONE_RANK[name][-1]
+    (first, *right), (second, *_) = run_ranks(_refusal_of_one_rank, 2, name, timeout=60.0)
+    assert first.startswith("RuntimeError: rank 1 of the context-parallel group") and text in first
+    assert second.startswith("ValueError: ") and text in second
+    assert right == [f"[1, {TOKENS // 2}, 64]"]

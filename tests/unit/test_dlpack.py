@@ -10,8 +10,12 @@ import pytest
 import torch
 
 from flashqla_cp import GatedDeltaNet, causal_conv1d, chunk_gated_delta_rule
+from flashqla_cp.bound import Options, bind
 from flashqla_cp.checks import as_tensor
-from flashqla_cp.parallel.plan import read_offsets
+from flashqla_cp.conv import bind_conv
+from flashqla_cp.kernels.arch import arch_by_name
+from flashqla_cp.kernels.backend import Kernels
+from flashqla_cp.parallel.plan import offsets_to_read, read_offsets
 from flashqla_cp.testing.inputs import make_inputs
 
 OFFSETS = [0, 7, 30, 96]
@@ -143,6 +147,34 @@ def test_offsets_of_a_context(dtype: type) -> None:
     if dtype is not np.uint8:
         assert read_offsets(Handmade(array).capsule()) == [0, 7, 96]
         assert read_offsets(Foreign(Handmade(array))) == [0, 7, 96]
+
+
+@pytest.fixture
+def kernels_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on meta count as those of a device with kernels: there offsets on the CPU are looked at twice."""
+    chosen = Kernels(arch=arch_by_name("sm_90a"), processors=132)
+    monkeypatch.setattr("flashqla_cp.checks.DEVICES", ("cpu", "cuda", "meta"))
+    for chooses in ("bound.kernels_for", "conv._kernels"):
+        monkeypatch.setattr(f"flashqla_cp.{chooses}", lambda *_: chosen)
+    monkeypatch.setattr("flashqla_cp.kernels.host.causal_conv.places_of_documents", lambda starts, ends, *_: ends)
+
+
+@pytest.mark.parametrize("offsets", [OFFSETS, [0, 96], [0]], ids=str)
+@pytest.mark.parametrize("kind", ["numpy", "capsule", "object"])
+def test_kernels_take_offsets_over_once(kernels_on_meta: None, kind: str, offsets: list[int]) -> None:
+    """Offsets on the CPU beside tensors on a device: a capsule cannot be taken over a second time."""
+    options = Options(None, False, False, False, False, False, "auto", "none", None, False)
+    given = [x.to("meta") for x in make_inputs(96, 2, 4, 16, 8).values()]
+    found = bind([*given, None, None, None], options, as_foreign(torch.tensor(offsets), kind), None, None)
+    assert found.offsets == offsets
+    x, weight = torch.zeros(1, 96, 6, device="meta"), torch.zeros(6, 4, device="meta")
+    _, routes = bind_conv(x, weight, None, None, as_foreign(torch.tensor(offsets), kind), None, "auto")
+    assert len(routes.places) == len(offsets) - 1
+
+
+def test_one_capsule_as_offsets_and_their_copy() -> None:
+    capsule = as_foreign(torch.tensor(OFFSETS), "capsule")
+    assert read_offsets(*offsets_to_read(capsule, capsule)) == OFFSETS
 
 
 def test_nothing_is_copied_and_memory_is_given_back() -> None:
