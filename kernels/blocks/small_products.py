@@ -16,6 +16,16 @@ HELD = 8  # numbers of a block in a lane
 TILES = 2  # of 8 columns
 
 
+def lane_of(row, column):
+    """The lane that holds a number of a block, or of any of a row of blocks."""
+    return row % 8 * 4 + column % 8 // 2
+
+
+def place_of(row, column):
+    """Which of the 4 numbers that a lane holds of a tile that is."""
+    return row % SIDE // 8 * 2 + column % 2
+
+
 @T.macro
 def nearest_tf32(x):
     """x rounded to the 10 bits of mantissa that the tensor cores read, ties away from zero."""

@@ -28,7 +28,16 @@ from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
 from flashqla_cp.kernels.blocks.mma import multiply
 from flashqla_cp.kernels.blocks.scores import L2_EPS
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
-from flashqla_cp.kernels.blocks.small_products import HELD, SIDE, TILES, add_product, nearest_tf32, round_block
+from flashqla_cp.kernels.blocks.small_products import (
+    HELD,
+    SIDE,
+    TILES,
+    add_product,
+    lane_of,
+    nearest_tf32,
+    place_of,
+    round_block,
+)
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 
@@ -68,7 +77,7 @@ def build_solve(spec: KernelSpec):
         """rows = gram: 16 rows for each warp, eight columns after eight, each lane's as small_products.py has them.
         Rows past the end are zero."""
         for a, b in T.Parallel(C, C):
-            rows[a // SIDE, b // 8, a % 8 * 4 + b % 8 // 2, a % SIDE // 8 * 2 + b % 2] = gram[a, b]
+            rows[a // SIDE, b // 8, lane_of(a, b), place_of(a, b)] = gram[a, b]
         T.sync_threads()
         if length < C:
             for tile in T.serial(C // 8):
@@ -80,7 +89,7 @@ def build_solve(spec: KernelSpec):
     @T.macro
     def measure(x, key_scale, chunk, key_head, length, row):
         """Squares of a key's length, and norms."""
-        x.square[row] = x.rows[row // SIDE, row // 8, row % 8 * 4 + row % 8 // 2, row % SIDE // 8 * 2 + row % 2]
+        x.square[row] = x.rows[row // SIDE, row // 8, lane_of(row, row), place_of(row, row)]
         if l2norm:
             x.norm[row] = T.rsqrt(x.square[row] + L2_EPS)
             key_scale[chunk, key_head, row] = T.if_then_else(row < length, x.norm[row], 1.0)  # of a row of length 1
@@ -385,7 +394,7 @@ def build_solve(spec: KernelSpec):
                 spread_rows(gram, x.rows, length, thread % WARP, thread // WARP)
                 if thread < C:
                     measure(x, key_scale, chunk, key_head, length, thread)
-                if ratio <= SLOTS:
+                if ratio <= SLOTS:  # without a loop the result takes the memory of the products: more blocks fit
                     solve_heads(x, beta, decay, inverse, bound, chunk, start, length, key_head, 0)
                 else:
                     for turn in T.serial((ratio + SLOTS - 1) // SLOTS):
