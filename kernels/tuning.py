@@ -226,7 +226,8 @@ def _sweep_config(
     chunk, width = 64, spec.dim("head_dim")
     tile, square, vectors = 2 * chunk * width, 2 * chunk * chunk, 4 * chunk * (5 if scores else 4)
     stage = tile * (key_tiles + 1) + square * (2 if scores else 1) + vectors
-    fixed = 4096 + ((tile if scores else 0) if beside is None else beside)  # barriers, scales, alignment
+    fixed = 4096 + ((tile if scores else 0) if beside is None else beside)  # barriers, alignment
+    fixed += 2 * 2 * 4 * chunk if scores else 0  # factors of two chunks' rows and columns
     columns = 0
     if spec.target.mma == "tcgen05":
         sums = [width * width, *[width * chunk] * (3 if scores else 2), chunk * chunk if scores else 0]

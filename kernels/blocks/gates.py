@@ -30,6 +30,26 @@ def spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm):
         keep[slot] = grown
 
 
+@T.macro
+def remembered(bound, head, chunk, way, count, threshold):
+    """(n, b): n chunks of a run of `count`, numbered chunk, chunk + way, .., make b, the sum of bound [HV, chunks] over
+    them, at most `threshold`, which all of them may not. Groups of 8 need not stop at the first that does."""
+    taken = T.alloc_var("int32", init=0)
+    left = T.alloc_var("float32", init=0.0)
+    ahead = T.alloc_var("float32", init=0.0)
+    while taken + 8 <= count and ahead > threshold:  # whose loads do not wait for one another
+        ahead = left
+        for i in T.unroll(8):
+            ahead = ahead + bound[head, chunk + way * (taken + i)]
+        if ahead > threshold:
+            taken = taken + 8
+            left = ahead
+    while taken < count and left > threshold:
+        left = left + bound[head, chunk + way * taken]
+        taken = taken + 1
+    return taken, left
+
+
 def alloc_gates(stages: int):
     """gate, k_scale, grow, fade [stages, CHUNK] and keep [stages], as spread_gate wants them."""
     vectors = [T.alloc_shared((stages, CHUNK), "float32") for _ in range(4)]

@@ -3,7 +3,7 @@
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
-from flashqla_cp.kernels.blocks.scores import L2_EPS
+from flashqla_cp.kernels.blocks.scores import L2_EPS, squared_lengths
 from flashqla_cp.kernels.chunks import CHUNK
 
 WARP = 32
@@ -19,24 +19,41 @@ def clear_rows_from(tile, slot, length, row, width, dtype):
 
 
 @T.macro
-def normalize(tile, norm, row, width, dtype):
-    """Rows of tile[0] [CHUNK, width] of length 1; norm [CHUNK] = 1 / what their length was."""
-    part = T.alloc_local((8,), dtype)
-    square = T.alloc_var("float32", init=0.0)
-    for j in T.serial(width // 8):
+def put_norms(tile, norm, first, lane, width, dtype):
+    """norm = 1 / the lengths of rows first to first + 15 of tile[0], by a warp."""
+    low, high = squared_lengths(tile, 0, first, lane, width, dtype)
+    if lane % 4 == lane // 8:
+        norm[first + lane // 4] = T.rsqrt(low + L2_EPS)
+        norm[first + lane // 4 + 8] = T.rsqrt(high + L2_EPS)
+
+
+@T.macro
+def normalize(q_tile, k_tile, q_norm, k_norm, row, width, dtype):
+    """Rows of q_tile[0] and k_tile[0] [CHUNK, width] of length 1; norms [CHUNK] = 1 / what their lengths were.
+
+    Two rows at a time hide each other's latency, in a loop that is short: this code runs once a chunk.
+    """
+    q_part = T.alloc_local((8,), dtype)
+    k_part = T.alloc_local((8,), dtype)
+    T.sync_warp()  # rows that others cleared
+    for part in T.unroll(2):
+        put_norms(q_tile, q_norm, row // WARP * WARP + 16 * part, row % WARP, width, dtype)
+        put_norms(k_tile, k_norm, row // WARP * WARP + 16 * part, row % WARP, width, dtype)
+    T.sync_warp()
+    q_factor = T.alloc_var("float32", init=q_norm[row])
+    k_factor = T.alloc_var("float32", init=k_norm[row])
+    for j in T.unroll(width // 8, annotations={"pragma_unroll_factor": 4}):
         for e in T.vectorized(8):
-            part[e] = tile[0, row, j * 8 + e]
+            q_part[e] = q_tile[0, row, j * 8 + e]
+        for e in T.vectorized(8):
+            k_part[e] = k_tile[0, row, j * 8 + e]
         for e in T.unroll(8):
-            square = square + T.cast(part[e], "float32") * T.cast(part[e], "float32")
-    factor = T.alloc_var("float32", init=T.rsqrt(square + L2_EPS))
-    norm[row] = factor
-    for j in T.serial(width // 8):
+            q_part[e] = T.cast(T.cast(q_part[e], "float32") * q_factor, dtype)
+            k_part[e] = T.cast(T.cast(k_part[e], "float32") * k_factor, dtype)
         for e in T.vectorized(8):
-            part[e] = tile[0, row, j * 8 + e]
-        for e in T.unroll(8):
-            part[e] = T.cast(T.cast(part[e], "float32") * factor, dtype)
+            q_tile[0, row, j * 8 + e] = q_part[e]
         for e in T.vectorized(8):
-            tile[0, row, j * 8 + e] = part[e]
+            k_tile[0, row, j * 8 + e] = k_part[e]
 
 
 @T.macro

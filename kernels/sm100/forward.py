@@ -29,9 +29,10 @@ from flashqla_cp.kernels.blocks.outlets import (
     outlet_layouts,
     send_rows,
 )
+from flashqla_cp.kernels.blocks.scores import SCORERS
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
-from flashqla_cp.kernels.blocks.tcgen05_scores import SCORERS, alloc_scored, finish_scores, start_scores
+from flashqla_cp.kernels.blocks.tcgen05_scores import alloc_scored, finish_scores, start_scores
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
@@ -182,8 +183,8 @@ def build_forward(spec: KernelSpec):
                         clear_tail(x.k, slot, length, row, SCORERS, K, dtype)
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
-                    start_scores(x, slot, row, scale, l2norm)
-                    finish_scores(x, slot, i % 2, scores, scores16, scale, l2norm)
+                    start_scores(x, slot, i % 2, row, scale, l2norm)
+                    finish_scores(x, slot, i % 2, scores, scores16)
                     T.fence_proxy_async()
                     T.mbarrier_arrive(ready[slot])
                     slot = slot + 1

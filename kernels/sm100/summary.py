@@ -22,7 +22,7 @@ import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import alloc_gates, spread_gate
+from flashqla_cp.kernels.blocks.gates import alloc_gates, remembered, spread_gate
 from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
@@ -86,10 +86,8 @@ def build_summary(spec: KernelSpec):
             if out >= 0:
                 first = T.truncdiv(table[segment, column.END] - table[segment, column.START] + (C - 1), C)
                 count = first
-                left = T.alloc_var(f32, init=0.0)
-                while first > 0 and left > threshold:
-                    first = first - 1
-                    left = left + bound[head, table[segment, column.CHUNK] + first]
+                taken, left = remembered(bound, head, table[segment, column.CHUNK] + count - 1, -1, count, threshold)
+                first = count - taken
                 needed = T.alloc_var("int32", init=1)
                 if left <= threshold:
                     needed = 0

@@ -25,6 +25,7 @@ import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
+from flashqla_cp.kernels.blocks.gates import remembered
 from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.outlets import (
     alloc_outlet,
@@ -36,8 +37,8 @@ from flashqla_cp.kernels.blocks.outlets import (
     send_block,
     send_rows,
 )
-from flashqla_cp.kernels.blocks.scores import BARRIER, scale_rows
-from flashqla_cp.kernels.blocks.tcgen05_scores import SCORERS, alloc_scored, finish_scores, start_scores
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, row_of, scale_row
+from flashqla_cp.kernels.blocks.tcgen05_scores import alloc_scored, finish_scores, start_scores
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
@@ -162,12 +163,11 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                     clear_tail(x.q, slot, length, row, SCORERS, K, dtype)
                     clear_tail(do_tile, slot, length, row, SCORERS, V, dtype)
                     T.fence_proxy_async()
-                    T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)  # norms are of rows that others cleared
-                start_scores(x, slot, row, scale, l2norm)
-                finish_scores(x, slot, i % 2, scores, scores16, scale, l2norm)
+                start_scores(x, slot, i % 2, row, scale, l2norm)
+                finish_scores(x, slot, i % 2, scores, scores16)
                 # The scores are made: Q takes in what the state's gradient wants of it.
                 T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
-                scale_rows(x.q, x.read, slot, row, K, dtype)
+                scale_row(x.q, slot, row_of(row)[0], row_of(row)[1], x.read[slot, row_of(row)[0]], K, dtype)
                 T.fence_proxy_async()
                 T.mbarrier_arrive(ready[slot])
         else:
@@ -339,13 +339,11 @@ def build_summary_grad(spec: KernelSpec):
             head = T.alloc_var("int32", init=T.truncmod(block, HV))
             segment = T.alloc_var("int32", init=T.truncdiv(block, HV))
             out = T.alloc_var("int32", init=table[segment, column.GRAD_EXIT])
-            length = T.alloc_var("int32", init=table[segment, column.END] - table[segment, column.START])
-            count = T.alloc_var("int32", init=0)  # of the leading chunks that D needs
-            left = T.alloc_var(f32, init=0.0)
+            whole = T.alloc_var("int32", init=0)
             if out >= 0:
-                while count * C < length and left > threshold:
-                    left = left + bound[head, table[segment, column.CHUNK] + count]
-                    count = count + 1
+                whole = T.truncdiv(table[segment, column.END] - table[segment, column.START] + (C - 1), C)
+            # Only the leading chunks, as far as anything behind them is remembered in front.
+            count, left = remembered(bound, head, table[segment, column.CHUNK], 1, whole, threshold)
             known = T.alloc_var("int32", init=-1)  # row of the known gradient behind
             if has_final and count > 0 and left > threshold and table[segment, column.LAST] == 1:
                 known = exit_row[table[segment, column.CHAIN]]

@@ -20,8 +20,7 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import spread_gate
-from flashqla_cp.kernels.blocks.scores import BARRIER, query_norms, score
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, score
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
 from flashqla_cp.kernels.blocks.stores import store_tokens, transposed_accumulator
@@ -30,7 +29,7 @@ from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import forward_config
 
 FULL_ROW = T.GemmWarpPolicy.FullRow
-SCORERS, WARP = 128, 32
+WARP = 32
 
 
 def build_forward(spec: KernelSpec):
@@ -77,7 +76,8 @@ def build_forward(spec: KernelSpec):
             keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
             gate = T.alloc_shared((STAGES, C), f32)
             k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
-            q_scale = T.alloc_shared((C,), f32)
+            query = T.alloc_shared((2, C), f32)  # scale, with l2norm times 1 / |q|
+            column = T.alloc_shared((2, C), f32)  # G, with l2norm minus log2 1 / |k|
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([SCORERS] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
@@ -179,6 +179,18 @@ def build_forward(spec: KernelSpec):
                 row = T.alloc_var("int32", init=thread - WORKERS)
                 slot = T.alloc_var("int32", init=0)
                 phase = T.alloc_var("int32", init=0)
+                x = Scored(
+                    q=q_tile,
+                    k=k_tile,
+                    gate=gate,
+                    k_scale=k_scale,
+                    grow=grow,
+                    read=read,
+                    fade=fade,
+                    keep=keep,
+                    query=query,
+                    column=column,
+                )
                 for i in T.serial(count):
                     length = T.alloc_var("int32", init=end - begin - i * C)
                     T.mbarrier_wait_parity(full[slot], phase)
@@ -187,15 +199,7 @@ def build_forward(spec: KernelSpec):
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
                         T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
-                    if l2norm:
-                        query_norms(q_tile, q_scale, slot, row, K, dtype)
-                    if row < C:
-                        query = T.alloc_var(f32, init=scale)
-                        if l2norm:
-                            query = scale * q_scale[row]
-                        spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
-                        read[slot, row] = T.exp2(gate[slot, row]) * query
-                    score(q_tile, k_tile, p_tile, gate, q_scale, k_scale, slot, slot, scale, dtype, l2norm)
+                    score(x, p_tile, slot, slot, i % 2, row, scale, l2norm)
                     T.fence_proxy_async()
                     T.mbarrier_arrive(ready[slot])
                     slot = slot + 1

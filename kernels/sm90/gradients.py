@@ -461,8 +461,7 @@ def build_gradients(spec: KernelSpec):
                                         clear_rows_from(q_tile, 0, length, row, K, dtype)
                                         clear_rows_from(k_tile, 0, length, row, K, dtype)
                                     if l2norm:
-                                        normalize(q_tile, q_norm, row, K, dtype)
-                                        normalize(k_tile, k_norm, row, K, dtype)
+                                        normalize(q_tile, k_tile, q_norm, k_norm, row, K, dtype)
                                     if l2norm or length < C:
                                         T.fence_proxy_async()
                                     T.mbarrier_arrive(keys_ready)

@@ -5,8 +5,8 @@ The recurrence of the forward without its output; see forward.py for how states 
     X = S^T K^T            Y = -X diag(exp G)         U = V^T T^T + Y T^T     (T holds diag(beta))
     S^T = exp(Gc) S^T + (U diag(exp(Gc - G))) K
 
-Roles of a block, which runs one segment of one value head: V / 64 warpgroups run the recurrence and store; one
-warpgroup helps, of which a warp copies. Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
+Roles of a block, which runs one segment of one value head: V / 64 warpgroups run the recurrence and store; C
+threads prepare gates and tails, one warp copies. Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 """
 
 import tilelang.language as T
@@ -27,7 +27,7 @@ from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import replay_config
 
 FULL_ROW = T.GemmWarpPolicy.FullRow
-HELPERS, WARP = 128, 32
+WARP = 32
 
 
 def build_replay(spec: KernelSpec):
@@ -71,7 +71,7 @@ def build_replay(spec: KernelSpec):
             gate = T.alloc_shared((STAGES, C), f32)
             k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
             full = T.alloc_barrier([WARP] * STAGES)
-            ready = T.alloc_barrier([HELPERS] * STAGES)
+            ready = T.alloc_barrier([C] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
             T.annotate_layout({tile: make_full_bank_swizzled_layout(tile) for tile in (*s_tile, u_tile)})
             thread = T.get_thread_binding()
@@ -149,29 +149,36 @@ def build_replay(spec: KernelSpec):
                 T.set_max_nreg(config.roles[1].registers, 0)
                 key_head = T.alloc_var("int32", init=T.truncdiv(head, ratio))
                 row = T.alloc_var("int32", init=thread - WORKERS)
-                for step in T.serial(count + (STAGES - 2)):
-                    if row < WARP and step < count:
-                        slot = T.alloc_var("int32", init=step % STAGES)
-                        start = T.alloc_var("int32", init=begin + step * C)
-                        T.mbarrier_wait_parity(free[slot], ((step // STAGES) % 2) ^ 1)
-                        T.tma_copy(decay[chunk + step, head, 0:C], gate[slot, :], barrier=full[slot])
+                slot = T.alloc_var("int32", init=0)
+                phase = T.alloc_var("int32", init=0)
+                if row < WARP:
+                    for i in T.serial(count):
+                        start = T.alloc_var("int32", init=begin + i * C)
+                        T.mbarrier_wait_parity(free[slot], phase ^ 1)
+                        T.tma_copy(decay[chunk + i, head, 0:C], gate[slot, :], barrier=full[slot])
                         if l2norm:
-                            T.tma_copy(key_scale[chunk + step, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
+                            T.tma_copy(key_scale[chunk + i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
                         T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
-                        T.tma_copy(inverse[chunk + step, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
+                        T.tma_copy(inverse[chunk + i, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot])
                         T.tma_copy(v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot])
                         T.mbarrier_arrive(full[slot])
-                    if step >= STAGES - 2:
-                        i = T.alloc_var("int32", init=step - (STAGES - 2))
-                        slot = T.alloc_var("int32", init=i % STAGES)
+                        slot = slot + 1
+                        if slot == STAGES:
+                            slot = 0
+                            phase = phase ^ 1
+                elif row < WARP + C:
+                    for i in T.serial(count):
                         length = T.alloc_var("int32", init=end - begin - i * C)
-                        T.mbarrier_wait_parity(full[slot], (i // STAGES) % 2)
-                        if row < C:
-                            spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
+                        T.mbarrier_wait_parity(full[slot], phase)
+                        spread_gate(gate, k_scale, grow, fade, keep, slot, row - WARP, l2norm)
                         if length < C:
-                            clear_tail(k_tile, slot, length, row, HELPERS, K, dtype)
-                            clear_tail(v_tile, slot, length, row, HELPERS, V, dtype)
+                            clear_tail(k_tile, slot, length, row - WARP, C, K, dtype)
+                            clear_tail(v_tile, slot, length, row - WARP, C, V, dtype)
                             T.fence_proxy_async()
                         T.mbarrier_arrive(ready[slot])
+                        slot = slot + 1
+                        if slot == STAGES:
+                            slot = 0
+                            phase = phase ^ 1
 
     return replay

@@ -8,7 +8,7 @@ A head whose gates bound ||M|| by exp(threshold) over trailing chunks needs thos
 here, for each segment and head; `corrects` tells the others. Of a segment's two blocks per head the second ends at once
 then. Segments that nothing follows have no map.
 
-Roles of a block: K / 64 warpgroups run the recurrence, one warpgroup copies and prepares gates.
+Roles of a block: K / 64 warpgroups run the recurrence, C threads prepare gates and tails, one warp copies.
 Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 """
 
@@ -16,13 +16,13 @@ import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.gates import remembered, spread_gate
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import summary_config
 
 FULL_ROW = T.GemmWarpPolicy.FullRow
-HELPERS, WARP = 128, 32
+WARP = 32
 
 
 def build_summary(spec: KernelSpec):
@@ -108,7 +108,7 @@ def build_summary(spec: KernelSpec):
             keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
             k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
             full = T.alloc_barrier([WARP] * STAGES)
-            ready = T.alloc_barrier([HELPERS] * STAGES)
+            ready = T.alloc_barrier([C] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
             thread = T.get_thread_binding()
             corrected = T.alloc_var("int32", init=block % 2)
@@ -120,11 +120,8 @@ def build_summary(spec: KernelSpec):
                 end = T.alloc_var("int32", init=table[segment, column.END])
                 chunk = T.alloc_var("int32", init=table[segment, column.CHUNK])
                 count = T.alloc_var("int32", init=T.truncdiv(end - begin + (C - 1), C))
-                first = T.alloc_var("int32", init=count)
-                left = T.alloc_var(f32, init=0.0)
-                while first > 0 and left > threshold:
-                    first = first - 1
-                    left = left + bound[head, chunk + first]
+                taken, left = remembered(bound, head, chunk + count - 1, -1, count, threshold)
+                first = T.alloc_var("int32", init=count - taken)
                 needed = T.alloc_var("int32", init=1)
                 if left <= threshold:
                     needed = 0
@@ -151,39 +148,44 @@ def build_summary(spec: KernelSpec):
                         T.set_max_nreg(config.roles[1].registers, 0)
                         key_head = T.alloc_var("int32", init=T.truncdiv(head, ratio))
                         row = T.alloc_var("int32", init=thread - WORKERS)
-                        for step in T.serial(count - first + (STAGES - 2)):
-                            if row < WARP and step < count - first:
-                                slot = T.alloc_var("int32", init=step % STAGES)
-                                start = T.alloc_var("int32", init=begin + (first + step) * C)
-                                T.mbarrier_wait_parity(free[slot], ((step // STAGES) % 2) ^ 1)
-                                T.tma_copy(decay[chunk + first + step, head, 0:C], gate[slot, :], barrier=full[slot])
+                        slot = T.alloc_var("int32", init=0)
+                        phase = T.alloc_var("int32", init=0)
+                        if row < WARP:
+                            for i in T.serial(count - first):
+                                start = T.alloc_var("int32", init=begin + (first + i) * C)
+                                T.mbarrier_wait_parity(free[slot], phase ^ 1)
+                                T.tma_copy(decay[chunk + first + i, head, 0:C], gate[slot, :], barrier=full[slot])
                                 if l2norm:
                                     T.tma_copy(
-                                        key_scale[chunk + first + step, key_head, 0:C],
+                                        key_scale[chunk + first + i, key_head, 0:C],
                                         k_scale[slot, :],
                                         barrier=full[slot],
                                     )
                                 T.tma_copy(k[start : start + C, key_head, 0:K], k_tile[slot, :, :], barrier=full[slot])
                                 T.tma_copy(
-                                    inverse[chunk + first + step, head, 0:C, 0:C],
-                                    t_tile[slot, :, :],
-                                    barrier=full[slot],
+                                    inverse[chunk + first + i, head, 0:C, 0:C], t_tile[slot, :, :], barrier=full[slot]
                                 )
                                 if corrected == 0:
                                     T.tma_copy(v[start : start + C, head, 0:V], v_tile[slot, :, :], barrier=full[slot])
                                 T.mbarrier_arrive(full[slot])
-                            if step >= STAGES - 2:
-                                i = T.alloc_var("int32", init=step - (STAGES - 2))
-                                slot = T.alloc_var("int32", init=i % STAGES)
+                                slot = slot + 1
+                                if slot == STAGES:
+                                    slot = 0
+                                    phase = phase ^ 1
+                        elif row < WARP + C:
+                            for i in T.serial(count - first):
                                 length = T.alloc_var("int32", init=end - begin - (first + i) * C)
-                                T.mbarrier_wait_parity(full[slot], (i // STAGES) % 2)
-                                if row < C:
-                                    spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
+                                T.mbarrier_wait_parity(full[slot], phase)
+                                spread_gate(gate, k_scale, grow, fade, keep, slot, row - WARP, l2norm)
                                 if length < C:
-                                    clear_tail(k_tile, slot, length, row, HELPERS, K, dtype)
+                                    clear_tail(k_tile, slot, length, row - WARP, C, K, dtype)
                                     if corrected == 0:
-                                        clear_tail(v_tile, slot, length, row, HELPERS, V, dtype)
+                                        clear_tail(v_tile, slot, length, row - WARP, C, V, dtype)
                                     T.fence_proxy_async()
                                 T.mbarrier_arrive(ready[slot])
+                                slot = slot + 1
+                                if slot == STAGES:
+                                    slot = 0
+                                    phase = phase ^ 1
 
     return summary

@@ -25,8 +25,8 @@ from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import spread_gate
-from flashqla_cp.kernels.blocks.scores import BARRIER, query_norms, scale_rows, score
+from flashqla_cp.kernels.blocks.gates import remembered
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, row_of, scale_row, score
 from flashqla_cp.kernels.blocks.stores import (
     accumulator_panel,
     alloc_panels,
@@ -39,25 +39,17 @@ from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import sweep_config
 
 FULL_ROW = T.GemmWarpPolicy.FullRow
-SCORERS, WARP = 128, 32
+WARP = 32
 SCORED = 2  # scores that wait at most
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Shared:
-    """What the roles share, of every stage: tiles of Q, K, dO, T and, of SCORED chunks, P; grow = -exp(G) and
-    fade = exp(Gc - G), with l2norm times 1 / |k|, keep = exp(Gc); G to base 2 and 1 / |k|; barriers."""
+class Shared(Scored):
+    """What the roles share beside Scored: tiles of dO, T and, of SCORED chunks, P; barriers."""
 
-    q_tile: Any
-    k_tile: Any
     o_tile: Any
     t_tile: Any
     p_tile: Any
-    grow: Any
-    fade: Any
-    keep: Any
-    gate: Any
-    k_scale: Any
     full: Any
     ready: Any
     free: Any
@@ -90,8 +82,8 @@ def _build(spec: KernelSpec, *, stores: bool):
 
     def alloc():
         return Shared(
-            q_tile=T.alloc_shared((STAGES, C, K), dtype),
-            k_tile=T.alloc_shared((STAGES, C, K), dtype),
+            q=T.alloc_shared((STAGES, C, K), dtype),
+            k=T.alloc_shared((STAGES, C, K), dtype),
             o_tile=T.alloc_shared((STAGES, C, V), dtype),
             t_tile=T.alloc_shared((STAGES, C, C), dtype),
             p_tile=T.alloc_shared((SCORED, C, C), dtype),
@@ -100,6 +92,9 @@ def _build(spec: KernelSpec, *, stores: bool):
             keep=T.alloc_shared((STAGES,), f32),
             gate=T.alloc_shared((STAGES, C), f32),
             k_scale=T.alloc_shared((STAGES, C), f32),
+            read=T.alloc_shared((STAGES, C), f32),
+            query=T.alloc_shared((2, C), f32),
+            column=T.alloc_shared((2, C), f32),
             full=T.alloc_barrier([WARP] * STAGES),
             ready=T.alloc_barrier([SCORERS] * STAGES),
             free=T.alloc_barrier([WORKERS] * STAGES),
@@ -128,7 +123,7 @@ def _build(spec: KernelSpec, *, stores: bool):
             T.mbarrier_wait_parity(x.ready[slot], phase)
             T.copy(state, state16)
             T.copy(x.fade[slot, :], factor)
-            T.wgmma_gemm(state16, x.k_tile[slot, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW)
+            T.wgmma_gemm(state16, x.k[slot, :, :], recalled, transpose_B=True, clear_accum=True, policy=FULL_ROW)
             T.wgmma_gemm(
                 x.o_tile[slot, :, :],
                 x.p_tile[i % SCORED, :, :],
@@ -146,12 +141,12 @@ def _build(spec: KernelSpec, *, stores: bool):
             T.wgmma_gemm(direct16, x.t_tile[slot, :, :], right, clear_accum=True, policy=FULL_ROW)
             for a, b in T.Parallel(V, K):
                 state[a, b] = state[a, b] * x.keep[slot]
-            T.wgmma_gemm(x.o_tile[slot, :, :], x.q_tile[slot, :, :], state, transpose_A=True, policy=FULL_ROW)
+            T.wgmma_gemm(x.o_tile[slot, :, :], x.q[slot, :, :], state, transpose_A=True, policy=FULL_ROW)
             T.copy(x.grow[slot, :], factor)
             T.wait_wgmma(1)
             for a, b in T.Parallel(V, C):
                 right16[a, b] = right[a, b] * factor[b]
-            T.wgmma_gemm(right16, x.k_tile[slot, :, :], state, policy=FULL_ROW)
+            T.wgmma_gemm(right16, x.k[slot, :, :], state, policy=FULL_ROW)
             if stores:
                 for a, b in T.Parallel(V, C):
                     leaving16[a // 64, b, a % 64] = T.cast(right[a, b], dtype)
@@ -168,31 +163,23 @@ def _build(spec: KernelSpec, *, stores: bool):
     @T.macro
     def score_ahead(x, count, start, end, row, scale):
         """What the recurrence needs of chunks that begin at `start`, `start` - C, .."""
-        q_scale = T.alloc_shared((C,), f32)
-        read = T.alloc_shared((STAGES, C), f32)  # scale exp(G), with l2norm times 1 / |q|
+        at = T.alloc_var(i32, init=row_of(row)[0])
+        half = T.alloc_var(i32, init=row_of(row)[1])
         slot = T.alloc_var(i32, init=0)
         phase = T.alloc_var(i32, init=0)
         for i in T.serial(count):
             length = T.alloc_var(i32, init=end - start + i * C)
             T.mbarrier_wait_parity(x.full[slot], phase)
             if length < C:
-                clear_tail(x.k_tile, slot, length, row, SCORERS, K, dtype)
-                clear_tail(x.q_tile, slot, length, row, SCORERS, K, dtype)
+                clear_tail(x.k, slot, length, row, SCORERS, K, dtype)
+                clear_tail(x.q, slot, length, row, SCORERS, K, dtype)
                 clear_tail(x.o_tile, slot, length, row, SCORERS, V, dtype)
                 T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
-            if l2norm:
-                query_norms(x.q_tile, q_scale, slot, row, K, dtype)
-            if row < C:
-                query = T.alloc_var(f32, init=scale)
-                if l2norm:
-                    query = scale * q_scale[row]
-                spread_gate(x.gate, x.k_scale, x.grow, x.fade, x.keep, slot, row, l2norm)
-                read[slot, row] = T.exp2(x.gate[slot, row]) * query
             T.mbarrier_wait_parity(x.scored[i % SCORED], (i // SCORED) % 2 ^ 1)
-            score(x.q_tile, x.k_tile, x.p_tile, x.gate, q_scale, x.k_scale, slot, i % SCORED, scale, dtype, l2norm)
+            score(x, x.p_tile, slot, i % SCORED, i % 2, row, scale, l2norm)
             T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
-            scale_rows(x.q_tile, read, slot, row, K, dtype)
+            scale_row(x.q, slot, at, half, x.read[slot, at], K, dtype)
             T.fence_proxy_async()
             T.mbarrier_arrive(x.ready[slot])
             slot = slot + 1
@@ -212,8 +199,8 @@ def _build(spec: KernelSpec, *, stores: bool):
             T.tma_copy(decay[chunk - i, head, 0:C], x.gate[slot, :], barrier=x.full[slot])
             if l2norm:
                 T.tma_copy(key_scale[chunk - i, key_head, 0:C], x.k_scale[slot, :], barrier=x.full[slot])
-            T.tma_copy(k[token : token + C, key_head, 0:K], x.k_tile[slot, :, :], barrier=x.full[slot])
-            T.tma_copy(q[token : token + C, key_head, 0:K], x.q_tile[slot, :, :], barrier=x.full[slot])
+            T.tma_copy(k[token : token + C, key_head, 0:K], x.k[slot, :, :], barrier=x.full[slot])
+            T.tma_copy(q[token : token + C, key_head, 0:K], x.q[slot, :, :], barrier=x.full[slot])
             T.tma_copy(do[token : token + C, head, 0:V], x.o_tile[slot, :, :], barrier=x.full[slot])
             T.tma_copy(inverse[chunk - i, head, 0:C, 0:C], x.t_tile[slot, :, :], barrier=x.full[slot])
             T.mbarrier_arrive(x.full[slot])
@@ -318,11 +305,7 @@ def _build(spec: KernelSpec, *, stores: bool):
                 number = T.alloc_var(i32, init=table[segment, column.CHUNK])
                 whole = T.alloc_var(i32, init=T.truncdiv(end - begin + (C - 1), C))
                 # Only the leading chunks, as far as anything behind them is remembered in front.
-                count = T.alloc_var(i32, init=0)
-                left = T.alloc_var(f32, init=0.0)
-                while count < whole and left > threshold:
-                    left = left + bound[head, number + count]
-                    count = count + 1
+                count, left = remembered(bound, head, number, 1, whole, threshold)
                 start = T.alloc_var(i32, init=begin + (count - 1) * C)
                 if thread < WORKERS:
                     T.set_max_nreg(config.roles[0].registers, 1)
