@@ -46,7 +46,7 @@ def row_of(thread):
 
 @T.macro
 def add_squares(rows, sums, dtype):
-    """Add 8 columns' products of rows g and g + 8 with themselves, on tensor cores; lane 4 g + t has 4 numbers of each.
+    """Add products of 16 columns of rows g and g + 8 with themselves, by mma.sync; lane 4 g + t has 4 numbers of each.
 
     The order of columns is free, and need not be the same in two rows: only products of a row with itself are wanted.
     They end in lanes of which t = g // 2, in sums[g % 2] and sums[6 + g % 2].
