@@ -1,7 +1,6 @@
 """Scores of queries and keys of a chunk, one warpgroup's work one chunk ahead of the recurrence.
 
-Two threads of a warp share a row of queries: row_of says which, and which half of it. A warp's rows are those that its
-tensor core gives it of a product of 64 rows.
+A warp has the 16 rows of queries that its tensor core gives it of a product of 64.
 """
 
 from dataclasses import dataclass
@@ -37,11 +36,6 @@ class Scored:
     keep: Any
     query: Any
     column: Any
-
-
-def row_of(thread):
-    """(row, half of it) of a thread of the warpgroup. Lanes side by side have rows side by side, and no bank twice."""
-    return thread // 32 * 16 + thread % 16, thread % 32 // 16
 
 
 @T.macro
@@ -107,19 +101,6 @@ def squared_lengths(tile, slot, first, lane, width, dtype):
 
 
 @T.macro
-def scale_row(tile, slot, at, half, factor, width, dtype):
-    """Row `at` of tile[slot] [C, width] times a factor, in place, by both threads that have it."""
-    part = T.alloc_local((8,), dtype)
-    for j in T.unroll(width // 16):
-        for e in T.vectorized(8):
-            part[e] = tile[slot, at, half * (width // 2) + j * 8 + e]
-        for e in T.unroll(8):
-            part[e] = T.cast(T.cast(part[e], "float32") * factor, dtype)
-        for e in T.vectorized(8):
-            tile[slot, at, half * (width // 2) + j * 8 + e] = part[e]
-
-
-@T.macro
 def spread_rows(x, slot, turn, thread, scale, l2norm):
     """Factors of all rows of a chunk, by all scorers. Rows of Q that a document does not have may hold anything."""
     first = T.alloc_var("int32", init=thread // 32 * 16)  # of the warp's rows
@@ -143,6 +124,26 @@ def spread_rows(x, slot, turn, thread, scale, l2norm):
         if l2norm:
             column = column - T.log2(x.k_scale[slot, first + lane])
         x.column[turn, first + lane] = column
+
+
+@T.macro
+def scale_queries(x, slot, thread):
+    """Rows of Q times scale exp(G), with l2norm times 1 / |q|, in place, by all scorers, two threads of a warp a row.
+
+    Lanes side by side have rows side by side, and meet no bank twice.
+    """
+    at = T.alloc_var("int32", init=thread // 32 * 16 + thread % 16)
+    half = T.alloc_var("int32", init=thread % 32 // 16)
+    factor = T.alloc_var("float32", init=x.read[slot, at])
+    width = x.q.shape[2]
+    part = T.alloc_local((8,), x.q.dtype)
+    for j in T.unroll(width // 16):
+        for e in T.vectorized(8):
+            part[e] = x.q[slot, at, half * (width // 2) + j * 8 + e]
+        for e in T.unroll(8):
+            part[e] = T.cast(T.cast(part[e], "float32") * factor, x.q.dtype)
+        for e in T.vectorized(8):
+            x.q[slot, at, half * (width // 2) + j * 8 + e] = part[e]
 
 
 @T.macro

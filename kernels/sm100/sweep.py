@@ -37,7 +37,7 @@ from flashqla_cp.kernels.blocks.outlets import (
     send_block,
     send_rows,
 )
-from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, row_of, scale_row
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, scale_queries
 from flashqla_cp.kernels.blocks.tcgen05_scores import alloc_scored, finish_scores, start_scores
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
@@ -167,7 +167,7 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                 finish_scores(x, slot, i % 2, scores, scores16)
                 # The scores are made: Q takes in what the state's gradient wants of it.
                 T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
-                scale_row(x.q, slot, row_of(row)[0], row_of(row)[1], x.read[slot, row_of(row)[0]], K, dtype)
+                scale_queries(x, slot, row)
                 T.fence_proxy_async()
                 T.mbarrier_arrive(ready[slot])
         else:

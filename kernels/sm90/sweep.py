@@ -26,7 +26,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
 from flashqla_cp.kernels.blocks.gates import remembered
-from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, row_of, scale_row, score
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, scale_queries, score
 from flashqla_cp.kernels.blocks.stores import (
     accumulator_panel,
     alloc_panels,
@@ -163,8 +163,6 @@ def _build(spec: KernelSpec, *, stores: bool):
     @T.macro
     def score_ahead(x, count, start, end, row, scale):
         """What the recurrence needs of chunks that begin at `start`, `start` - C, .."""
-        at = T.alloc_var(i32, init=row_of(row)[0])
-        half = T.alloc_var(i32, init=row_of(row)[1])
         slot = T.alloc_var(i32, init=0)
         phase = T.alloc_var(i32, init=0)
         for i in T.serial(count):
@@ -179,7 +177,7 @@ def _build(spec: KernelSpec, *, stores: bool):
             T.mbarrier_wait_parity(x.scored[i % SCORED], (i // SCORED) % 2 ^ 1)
             score(x, x.p_tile, slot, i % SCORED, i % 2, row, scale, l2norm)
             T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
-            scale_row(x.q, slot, at, half, x.read[slot, at], K, dtype)
+            scale_queries(x, slot, row)
             T.fence_proxy_async()
             T.mbarrier_arrive(x.ready[slot])
             slot = slot + 1
