@@ -169,7 +169,7 @@ def forward(
     states = pass_on(x, count, initial) if final else None
     _finish(x, kept, scale, o, states)
     if offsets is not None:
-        kernels.clear_rows(o, offsets[1:], x.arch)
+        kernels.clear_rows(o, tables.end, x.arch)
     return o, states, kept
 
 

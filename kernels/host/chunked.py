@@ -101,7 +101,7 @@ def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
     heads = x.v.shape[1]
     decay = x.numbers(len(tables.chunks), heads, CHUNK)
     spec = spec_of("gate_cumsum", x.arch, (), (("g", x.g.dtype),), gate=x.A_log is not None)
-    A_log = decay.view(-1)[:1] if x.A_log is None else x.A_log
+    A_log = decay.view(-1) if x.A_log is None else x.A_log
     dt_bias = A_log if x.dt_bias is None else x.dt_bias
     launch(spec, x.g, tables.chunks, A_log, dt_bias, decay)
     return decay
@@ -221,7 +221,7 @@ def entry_arguments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments of a kernel that may have no entry states: it was built without them, and never reads these."""
     if entries is None:
-        return stand_in, tables.links.view(-1)
+        return stand_in, tables.end
     return entries.values, entries.row
 
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 
+from flashqla_cp.kernels import tuning
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.chunks import CHUNK
 from flashqla_cp.kernels.host.launcher import launch
-from flashqla_cp.kernels.spec import make_spec
-from flashqla_cp.kernels.tuning import segment_chunks
+from flashqla_cp.kernels.spec import KernelSpec, make_spec
+
+segment_chunks = lru_cache(maxsize=1024)(tuning.segment_chunks)  # which looks at every way to cut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,7 @@ class Tables:
     num_tokens: rows of the tensors. num_chains: documents, or fragments of them. most: chunks of a segment at most.
     divided: whether any chain may have more than one segment. chunks int32 [chunks, 2], segments int32 [segments, 9],
     links and back_links int32 [rows, 3], of states and gradients (the same tensor without an exchange): see
-    kernels/blocks/segments.py.
+    kernels/blocks/segments.py. end int32 [chains]: what they were made from.
     """
 
     num_tokens: int
@@ -69,6 +71,7 @@ class Tables:
     segments: torch.Tensor
     links: torch.Tensor
     back_links: torch.Tensor
+    end: torch.Tensor
 
     @classmethod
     def of(
@@ -114,10 +117,11 @@ class Tables:
             segments=table(size.segments, column.COLUMNS),
             links=links,
             back_links=links if exchanged is None else torch.empty_like(links),
+            end=end,
         )
         base = table(3 if exchanged is None else 4, chains + 1)
-        spec = make_spec("tables", arch, flags={"exchange": exchanged is not None})
-        ends = (start, end, *((base.view(-1),) * 2 if exchanged is None else exchanged))
+        ends = start, end, *((start, end) if exchanged is None else exchanged)  # the kernel without never reads these
+        spec = _spec(arch.name, exchanged is not None)
         launch(spec, *ends, base, made.chunks, made.segments, made.links, made.back_links, num_tokens, size.most)
         return made
 
@@ -131,6 +135,11 @@ class Tables:
         """Segments of chains of known lengths, as the table kernel counts them."""
         chunks = (length + CHUNK - 1) // CHUNK
         return (chunks + self.most - 1) // self.most
+
+
+@cache
+def _spec(arch: str, exchange: bool) -> KernelSpec:
+    return make_spec("tables", arch, flags={"exchange": exchange})
 
 
 def tables_of_batch(
