@@ -165,7 +165,7 @@ def forward(
     kept = prepare(x, documents, tables, initial)
     if not trains:
         kept = kept.for_output()
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    o = torch.empty(*x.v.shape, dtype=x.v.dtype, device=x.v.device)
     states = pass_on(x, count, initial) if final else None
     _finish(x, kept, scale, o, states)
     if offsets is not None:

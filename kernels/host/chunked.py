@@ -63,7 +63,7 @@ class Inputs:
 
     def numbers(self, *shape: int) -> torch.Tensor:
         """Uninitialised fp32."""
-        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+        return torch.empty(*shape, dtype=torch.float32, device=self.q.device)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

@@ -105,7 +105,7 @@ class Tables:
         )
 
         def table(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=start.device)
+            return torch.empty(*shape, dtype=torch.int32, device=start.device)
 
         links = table(size.rows, column.LINK_COLUMNS)
         made = cls(
