@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +47,7 @@ class Options(NamedTuple):
     gate: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Bound:
+class Bound(NamedTuple):
     """A call whose arguments are right: its q, k, v, g, beta; its A_log, dt_bias; offsets as a list if the host knows
     them, as a tensor where they were left on the device."""
 

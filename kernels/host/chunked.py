@@ -1,12 +1,13 @@
 """The stages of the forward on kernels: one wrapper each, which allocates, names the specialisation and launches.
 
-States are [.., HV, V, K], fp32. Letters: T tokens, C chunk, H key heads, HV value heads, K key dim, V value dim.
+States are [.., HV, V, K], fp32. Letters: T tokens, C chunk, H key heads, HV value heads, K key dim, V value dim. What
+each call makes anew are named tuples here: a frozen dataclass takes twice as long.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -32,8 +33,7 @@ def spec_of(
     return make_spec(stage, arch, dict(dims), names, flags)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Of the op, token rows: q, k [T, H, K], v [T, HV, V] (views with unit stride along the last dimension), g, beta
     [T, HV]. A_log, dt_bias fp32 [HV] or None: g is then the gate's input. l2norm, sigmoid, double: what the op's
     use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel and allow_neg_eigval say; forgotten: base-2 logarithm of its
@@ -66,8 +66,7 @@ class Inputs:
         return torch.empty(*shape, dtype=torch.float32, device=self.q.device)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Solved:
+class Solved(NamedTuple):
     """What the chunks know without a state. decay [chunks, HV, C] (base 2), inverse [chunks, HV, C, C], key_scale
     [chunks, H, C] with l2norm (else [1, H, C], unused), bound [HV, chunks]."""
 
@@ -77,8 +76,7 @@ class Solved:
     bound: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Maps:
+class Maps(NamedTuple):
     """Of segments that something follows: boundary (E) and correction (M^T) [rows, HV, ., K], corrects [rows, HV]; or
     their adjoints, of those that something precedes: D, and the same correction by rows of its own."""
 
@@ -87,13 +85,12 @@ class Maps:
     corrects: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Entries:
-    """States in front of chains, or gradients of those behind them: values [entries, HV, V, K] and each chain's row,
-    int32 [chains], -1 for zero."""
+class Entries(NamedTuple):
+    """States in front of chains, or gradients of those behind them: each chain's row, int32 [chains], -1 for zero, of
+    values [entries, HV, V, K]."""
 
-    values: torch.Tensor
     row: torch.Tensor
+    values: torch.Tensor
 
 
 def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:

@@ -7,8 +7,8 @@ themselves are made on the device from the chains' ends, so that offsets on a GP
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +22,7 @@ from flashqla_cp.kernels.spec import KernelSpec, make_spec
 segment_chunks = lru_cache(maxsize=1024)(tuning.segment_chunks)  # which looks at every way to cut
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableSizes:
+class TableSizes(NamedTuple):
     """Rows of the tables, bounds that need no offset: see Tables."""
 
     most: int
@@ -53,8 +52,7 @@ class TableSizes:
         return cls(most=most, divided=divided, chunks=chunks, segments=chunks // most + num_chains, rows=max(rows, 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Tables:
+class Tables(NamedTuple):
     """Chunks and segments of chains; rows past the last are ghosts.
 
     num_tokens: rows of the tensors. num_chains: documents, or fragments of them. most: chunks of a segment at most.
