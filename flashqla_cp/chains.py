@@ -30,7 +30,7 @@ def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int,
     """Whole rows of a batch, known by their length alone, or offsets on the device."""
     count = len(offsets) - 1
     if isinstance(offsets, torch.Tensor):
-        return Documents(num_documents=count, length=length, offsets=offsets.to(torch.int32).contiguous())
+        return Documents(num_documents=count, length=length, offsets=offsets.int().contiguous())
     if count == batch and all(end == (row + 1) * length for row, end in enumerate(offsets[1:])):
         return Documents(num_documents=count, length=length, offsets=None)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -105,7 +105,7 @@ class Call(NamedTuple):
     def begin(self, x: Inputs, documents: Documents) -> Kept:
         """Documents of one process that holds all tokens, and their tables if there are any tokens."""
         count, offsets, machine = documents.num_documents, documents.offsets, self.machine
-        if not count or not len(x.q):
+        if not count or not x.q.shape[0]:
             return Kept(documents=documents)
         if offsets is None:
             shape = count, documents.length, x.arch, x.v.shape[1], machine.processors, self.trains
@@ -164,7 +164,7 @@ def forward(
     kept = prepare(x, documents, tables, initial)
     if not trains:
         kept = kept.for_output()
-    o = torch.empty(*x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     states = pass_on(x, count, initial) if final else None
     _finish(x, kept, scale, o, states)
     if offsets is not None:

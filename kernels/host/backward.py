@@ -212,7 +212,7 @@ def gate_grad(x: Inputs, dg: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
     sums = x.numbers(-(-len(dg) // GATE_GRAD_TOKENS) if inside else 1, 2, dg.shape[1])
     A_log = dg.view(-1)[:1] if x.A_log is None else x.A_log
     dt_bias = A_log if x.dt_bias is None else x.dt_bias
-    spec = spec_of("gate_grad", x.arch, (), (("g", x.g.dtype),), gate=inside)
+    spec = spec_of("gate_grad", x.arch.name, (), (("g", x.g.dtype),), gate=inside)
     launch(spec, x.g, dg, A_log, dt_bias, da, sums)
     if not inside:
         return da, None, None

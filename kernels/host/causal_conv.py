@@ -46,7 +46,7 @@ def places_of_documents(start: torch.Tensor, end: torch.Tensor, num_tokens: int,
     """Places of documents [start, end), int32 [N] on the device of the rows, in order; nothing is read back."""
     places = torch.empty(num_tokens, dtype=torch.int32, device=start.device)
     if num_tokens and len(start):
-        launch(spec_of("conv_places", arch, (("width", width),)), start, end, places)
+        launch(spec_of("conv_places", arch.name, (("width", width),)), start, end, places)
     else:
         places.fill_(NOWHERE)
     return Places(places=places)
@@ -152,7 +152,7 @@ class Inputs:
         if stage != "conv_halo_grad":  # that one always meets rows in front
             flags["exchange"] = self.places.fronts is not None
         dtypes = (("weight", self.weight.dtype), ("x", self.x.dtype))
-        return spec_of(stage, self.arch, (("width", width),), dtypes, **flags)
+        return spec_of(stage, self.arch.name, (("width", width),), dtypes, **flags)
 
     def arguments(self, spec: KernelSpec, stand_in: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """places, sources, arrived, weight, bias; stand_in [T, D] for what a kernel was built without."""

@@ -23,12 +23,13 @@ from flashqla_cp.kernels.stages import HEAD_DIMS
 @cache
 def spec_of(
     stage: str,
-    arch: Arch,
+    arch: str,
     dims: tuple[tuple[str, int], ...] = (),
     dtypes: tuple[tuple[str, torch.dtype], ...] = (),
     **flags: bool,
 ) -> KernelSpec:
-    """A specialisation by hashable parts: made once, for it is asked for on every launch."""
+    """A specialisation by parts that are quick to hash: made once, for it is asked for on every launch. arch: its
+    name."""
     names = {operand: str(dtype).removeprefix("torch.") for operand, dtype in dtypes}
     return make_spec(stage, arch, dict(dims), names, flags)
 
@@ -55,11 +56,12 @@ class Inputs(NamedTuple):
 
     def spec(self, stage: str, **flags: bool) -> KernelSpec:
         """The specialisation of a stage for these inputs."""
-        dims = (("head_dim", self.q.shape[2]), ("ratio", self.v.shape[1] // self.q.shape[1]))
+        _, heads, width = self.q.shape
+        dims = (("head_dim", width), ("ratio", self.v.shape[1] // heads))
         dtypes = (("qkv", self.q.dtype),)
         if stage in ("solve", "gradients"):
             dtypes = (*dtypes, ("beta", self.beta.dtype))
-        return spec_of(stage, self.arch, dims, dtypes, **flags, l2norm=self.l2norm)
+        return spec_of(stage, self.arch.name, dims, dtypes, **flags, l2norm=self.l2norm)
 
     def numbers(self, *shape: int) -> torch.Tensor:
         """Uninitialised fp32."""
@@ -96,8 +98,8 @@ class Entries(NamedTuple):
 def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
     """Cumulative log gate of every chunk, base 2: [chunks, HV, C]."""
     heads = x.v.shape[1]
-    decay = x.numbers(len(tables.chunks), heads, CHUNK)
-    spec = spec_of("gate_cumsum", x.arch, (), (("g", x.g.dtype),), gate=x.A_log is not None)
+    decay = x.numbers(tables.chunks.shape[0], heads, CHUNK)
+    spec = spec_of("gate_cumsum", x.arch.name, (), (("g", x.g.dtype),), gate=x.A_log is not None)
     A_log = decay.view(-1) if x.A_log is None else x.A_log
     dt_bias = A_log if x.dt_bias is None else x.dt_bias
     launch(spec, x.g, tables.chunks, A_log, dt_bias, decay)
@@ -106,7 +108,7 @@ def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
 
 def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
     """(I + A)^-1 diag(beta) of every chunk."""
-    chunks, heads = len(tables.chunks), x.v.shape[1]
+    chunks, heads, _ = decay.shape
     inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=x.q.dtype, device=x.q.device)
     key_scale = x.numbers(chunks if x.l2norm else 1, x.q.shape[1], CHUNK)
     bound = x.numbers(heads, chunks)
@@ -117,10 +119,11 @@ def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
 
 def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool) -> Maps:
     """Maps of the segments that something follows. entered: whether chains may start from a state."""
-    rows, heads, width = len(tables.links), x.v.shape[1], x.q.shape[2]
+    rows, (_, heads, width) = tables.links.shape[0], x.v.shape
+    boundary = x.numbers(rows, heads, width, width)
     maps = Maps(
-        boundary=x.numbers(rows, heads, width, width),
-        correction=x.numbers(rows, heads, width, width),
+        boundary=boundary,
+        correction=torch.empty_like(boundary),
         corrects=torch.empty(rows, heads, dtype=torch.int32, device=x.q.device),
     )
     launch(
@@ -151,7 +154,7 @@ def affine_chain(
     carried = torch.empty_like(maps.boundary) if apart else maps.boundary
     dims = (("head_dim", x.q.shape[2]),)
     launch(
-        spec_of("affine_chain", x.arch, dims, initial_state=entries is not None, apart=apart, reverse=reverse),
+        spec_of("affine_chain", x.arch.name, dims, initial_state=entries is not None, apart=apart, reverse=reverse),
         tables.back_links if reverse else tables.links,
         maps.correction,
         maps.corrects,
@@ -170,7 +173,7 @@ def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -
     final_correction = x.numbers(tables.num_chains, x.v.shape[1], width, width)
     entered = entries is not None
     dims = (("head_dim", width),)
-    spec = spec_of("affine_chain", x.arch, dims, initial_state=entered, apart=True, final_correction=True)
+    spec = spec_of("affine_chain", x.arch.name, dims, initial_state=entered, apart=True, final_correction=True)
     launch(
         spec,
         tables.links,
@@ -224,7 +227,7 @@ def entry_arguments(
 
 def clear_rows(o: torch.Tensor, end: torch.Tensor, arch: Arch) -> None:
     """Zeros in the rows of o [T, HV, V] from the last of `end` on."""
-    launch(spec_of("clear_rows", arch, (), (("x", o.dtype),)), end, o.view(len(o), -1))
+    launch(spec_of("clear_rows", arch.name, (), (("x", o.dtype),)), end, o.view(len(o), -1))
 
 
 def fold(
@@ -249,7 +252,7 @@ def fold(
     if len(first) > 1 and boundary.shape[1]:
         states, *state_steps = _lines(boundary)
         matrices, *matrix_steps = _lines(correction if len(correction) else boundary)
-        spec = spec_of("fold", arch, (("head_dim", key_dim),), adjoint=adjoint)
+        spec = spec_of("fold", arch.name, (("head_dim", key_dim),), adjoint=adjoint)
         launch(spec, states, matrices, links, first, out, *state_steps, *matrix_steps)
     return out
 

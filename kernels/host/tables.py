@@ -91,7 +91,7 @@ class Tables(NamedTuple):
         receive (so is their first segment's gradient map), or None where no chain can. longest: tokens of the longest
         chain, if known; processors: multiprocessors to keep busy; trains: whether a backward follows.
         """
-        chains = len(start)
+        chains = start.shape[0]
         size = TableSizes.of(
             num_tokens,
             chains,
