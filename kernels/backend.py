@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -40,8 +39,7 @@ class Sizes(NamedTuple):
         return _refused_dtype(self.dtype, KERNEL_DTYPES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvSizes:
+class ConvSizes(NamedTuple):
     """The same for a call of the convolution: width is its number of taps."""
 
     dtype: torch.dtype
