@@ -12,8 +12,7 @@ import torch
 
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.blocks.conv_places import NOWHERE, PLACES
-from flashqla_cp.kernels.host.chunked import spec_of
-from flashqla_cp.kernels.host.launcher import launch
+from flashqla_cp.kernels.host.launcher import launch, spec_of
 from flashqla_cp.kernels.host.tables import stream_of
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import VECTOR_BYTES, conv_tile

@@ -6,7 +6,6 @@ each call makes anew are named tuples here: a frozen dataclass takes twice as lo
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,24 +13,10 @@ import torch
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.blocks.product_shares import COLUMNS
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.launcher import launch, machine_of
+from flashqla_cp.kernels.host.launcher import launch, machine_of, spec_of
 from flashqla_cp.kernels.host.tables import Tables
-from flashqla_cp.kernels.spec import KernelSpec, make_spec
+from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.stages import HEAD_DIMS
-
-
-@cache
-def spec_of(
-    stage: str,
-    arch: str,
-    dims: tuple[tuple[str, int], ...] = (),
-    dtypes: tuple[tuple[str, torch.dtype], ...] = (),
-    **flags: bool,
-) -> KernelSpec:
-    """A specialisation by parts that are quick to hash: made once, for it is asked for on every launch. arch: its
-    name."""
-    names = {operand: str(dtype).removeprefix("torch.") for operand, dtype in dtypes}
-    return make_spec(stage, arch, dict(dims), names, flags)
 
 
 class Inputs(NamedTuple):
@@ -109,9 +94,9 @@ def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
 def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
     """(I + A)^-1 diag(beta) of every chunk."""
     chunks, heads, _ = decay.shape
-    inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=x.q.dtype, device=x.q.device)
-    key_scale = x.numbers(chunks if x.l2norm else 1, x.q.shape[1], CHUNK)
-    bound = x.numbers(heads, chunks)
+    inverse = x.q.new_empty(chunks, heads, CHUNK, CHUNK)
+    key_scale = decay.new_empty(chunks if x.l2norm else 1, x.q.shape[1], CHUNK)
+    bound = decay.new_empty(heads, chunks)
     spec = x.spec("solve", sigmoid=x.sigmoid, double=x.double)
     launch(spec, x.k, x.beta, decay, tables.chunks, inverse, key_scale, bound)
     return Solved(decay=decay, inverse=inverse, key_scale=key_scale, bound=bound)
@@ -120,11 +105,11 @@ def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
 def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool) -> Maps:
     """Maps of the segments that something follows. entered: whether chains may start from a state."""
     rows, (_, heads, width) = tables.links.shape[0], x.v.shape
-    boundary = x.numbers(rows, heads, width, width)
+    boundary = solved.decay.new_empty(rows, heads, width, width)
     maps = Maps(
         boundary=boundary,
         correction=torch.empty_like(boundary),
-        corrects=torch.empty(rows, heads, dtype=torch.int32, device=x.q.device),
+        corrects=tables.links.new_empty(rows, heads),
     )
     launch(
         x.spec("summary", initial_state=entered),
@@ -227,7 +212,7 @@ def entry_arguments(
 
 def clear_rows(o: torch.Tensor, end: torch.Tensor, arch: Arch) -> None:
     """Zeros in the rows of o [T, HV, V] from the last of `end` on."""
-    launch(spec_of("clear_rows", arch.name, (), (("x", o.dtype),)), end, o.view(len(o), -1))
+    launch(spec_of("clear_rows", arch.name, (), (("x", o.dtype),)), end, o.view(o.shape[0], -1))
 
 
 def fold(

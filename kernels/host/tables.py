@@ -7,7 +7,7 @@ themselves are made on the device from the chains' ends, so that offsets on a GP
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,10 +16,10 @@ from flashqla_cp.kernels import tuning
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.launcher import launch
-from flashqla_cp.kernels.spec import KernelSpec, make_spec
+from flashqla_cp.kernels.host.launcher import launch, spec_of
 
-segment_chunks = lru_cache(maxsize=1024)(tuning.segment_chunks)  # which looks at every way to cut
+# It looks at every way to cut. typed: NumPy's integers equal Python's, but no kernel need take them.
+segment_chunks = lru_cache(maxsize=1024, typed=True)(tuning.segment_chunks)
 
 
 class TableSizes(NamedTuple):
@@ -58,7 +58,7 @@ class Tables(NamedTuple):
     num_tokens: rows of the tensors. num_chains: documents, or fragments of them. most: chunks of a segment at most.
     divided: whether any chain may have more than one segment. chunks int32 [chunks, 2], segments int32 [segments, 9],
     links and back_links int32 [rows, 3], of states and gradients (the same tensor without an exchange): see
-    kernels/blocks/segments.py. end int32 [chains]: what they were made from.
+    kernels/blocks/segments.py. end int32 [chains]: where the chains end, as it was given.
     """
 
     num_tokens: int
@@ -101,10 +101,7 @@ class Tables(NamedTuple):
             longest=longest,
             trains=trains,
         )
-
-        def table(*shape: int) -> torch.Tensor:
-            return torch.empty(*shape, dtype=torch.int32, device=start.device)
-
+        table = start.new_empty
         links = table(size.rows, column.LINK_COLUMNS)
         made = cls(
             num_tokens=num_tokens,
@@ -119,7 +116,7 @@ class Tables(NamedTuple):
         )
         base = table(3 if exchanged is None else 4, chains + 1)
         ends = start, end, *((start, end) if exchanged is None else exchanged)  # the kernel without never reads these
-        spec = _spec(arch.name, exchanged is not None)
+        spec = spec_of("tables", arch.name, exchange=exchanged is not None)
         launch(spec, *ends, base, made.chunks, made.segments, made.links, made.back_links, num_tokens, size.most)
         return made
 
@@ -133,11 +130,6 @@ class Tables(NamedTuple):
         """Segments of chains of known lengths, as the table kernel counts them."""
         chunks = (length + CHUNK - 1) // CHUNK
         return (chunks + self.most - 1) // self.most
-
-
-@cache
-def _spec(arch: str, exchange: bool) -> KernelSpec:
-    return make_spec("tables", arch, flags={"exchange": exchange})
 
 
 def tables_of_batch(
