@@ -31,7 +31,7 @@ def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int,
     count = len(offsets) - 1
     if isinstance(offsets, torch.Tensor):
         return Documents(num_documents=count, length=length, offsets=offsets.int().contiguous())
-    if count == batch and all(end == (row + 1) * length for row, end in enumerate(offsets[1:])):
+    if count == batch and list(offsets) == [row * length for row in range(batch + 1)]:
         return Documents(num_documents=count, length=length, offsets=None)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -173,7 +173,7 @@ class Kept(NamedTuple):
         """This without what only the backward reads, to make room for o."""
         if self.maps is None:
             return self
-        return self._replace(maps=self.maps._replace(correction=self.maps.boundary[:0]))
+        return self._replace(maps=self.maps._replace(correction=self.maps.boundary))  # which is there anyway
 
     def without_tensors(self) -> tuple[Kept, list[torch.Tensor | None]]:
         """This without what grows with the stream, and that: for autograd to keep."""

@@ -111,7 +111,7 @@ class Call(NamedTuple):
             shape = count, documents.length, x.arch, x.v.shape[1], machine.processors, self.trains
             return Kept(documents=documents, tables=tables_of_batch(*shape, x.q.device))
         ends, heads, processors = (offsets[:-1], offsets[1:]), x.v.shape[1], machine.processors
-        tables = Tables.of(*ends, len(x.q), x.arch, num_v_heads=heads, processors=processors, trains=self.trains)
+        tables = Tables.of(*ends, x.q.shape[0], x.arch, num_v_heads=heads, processors=processors, trains=self.trains)
         return Kept(documents=documents, tables=tables)
 
     def local(self, x: Inputs, context: CPContext) -> Local:
