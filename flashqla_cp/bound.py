@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +47,7 @@ class Options(NamedTuple):
     gate: bool
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Bound:
+class Bound(NamedTuple):
     """A call whose arguments are right: its q, k, v, g, beta; its A_log, dt_bias; offsets as a list if the host knows
     them, as a tensor where they were left on the device."""
 
@@ -88,7 +86,7 @@ def bind(
     q, k, v, g, beta = tensors = tuple(map(as_tensor, given[:5], ("q", "k", "v", "g", "beta")))
     A_log, dt_bias, initial_state = given[5:]
     check_op_inputs(q, k, v, g, beta)
-    num_v_heads, key_dim, value_dim = v.shape[2], q.shape[3], v.shape[3]
+    key_dim, (_, _, num_v_heads, value_dim) = q.shape[3], v.shape
     check_gate(A_log, dt_bias, options.gate)
     A_log = as_parameter(A_log, "A_log", (num_v_heads,), q.device)
     dt_bias = as_parameter(dt_bias, "dt_bias", (num_v_heads,), q.device)
@@ -133,9 +131,8 @@ def wants_gradients(given: Sequence[Any]) -> bool:
 
 def kernels_for(backend: str, q: torch.Tensor, v: torch.Tensor, trains: bool) -> Kernels | None:
     """The kernels that run a call, or None for the torch backend."""
-    sizes = Sizes(
-        dtype=q.dtype, num_heads=q.shape[2], num_v_heads=v.shape[2], head_k_dim=q.shape[3], head_v_dim=v.shape[3]
-    )
+    (_, _, num_heads, key_dim), (_, _, num_v_heads, value_dim) = q.shape, v.shape
+    sizes = Sizes(dtype=q.dtype, num_heads=num_heads, num_v_heads=num_v_heads, head_k_dim=key_dim, head_v_dim=value_dim)
     return select(backend, q.device, needs_grad=trains, sizes=sizes)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Documents:
+class Documents(NamedTuple):
     """Documents of one process: num_documents of `length` tokens each, or offsets int32 [N+1] where the tensors are."""
 
     num_documents: int
@@ -31,8 +30,8 @@ def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int,
     """Whole rows of a batch, known by their length alone, or offsets on the device."""
     count = len(offsets) - 1
     if isinstance(offsets, torch.Tensor):
-        return Documents(num_documents=count, length=length, offsets=offsets.to(torch.int32).contiguous())
-    if count == batch and all(end == (row + 1) * length for row, end in enumerate(offsets[1:])):
+        return Documents(num_documents=count, length=length, offsets=offsets.int().contiguous())
+    if count == batch and list(offsets) == [row * length for row in range(batch + 1)]:
         return Documents(num_documents=count, length=length, offsets=None)
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -144,13 +143,12 @@ def _by_need(tables: Tables, length: torch.Tensor, receives: torch.Tensor) -> tu
 
     def part(rows: torch.Tensor) -> Tables:
         index = to_device(rows.nonzero().flatten().tolist(), tables.segments.device).long()
-        return replace(tables, segments=tables.segments.index_select(0, index))
+        return tables._replace(segments=tables.segments.index_select(0, index))
 
     return part(~waits), part(waits)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Kept:
+class Kept(NamedTuple):
     """What the backward reads again beside the op's inputs. Parts are None where a call has none of it.
 
     documents: of a process that holds all tokens. maps: boundary holds the states behind segments by now. exchanged:
@@ -168,24 +166,22 @@ class Kept:
         """This without what the backward is told to compute again: "none", "solve" or "forward"."""
         if recompute == "none":
             return self
-        kept = replace(self, solved=None)
-        return kept if recompute == "solve" else replace(kept, maps=None, entries=None, exchanged=())
+        kept = self._replace(solved=None)
+        return kept if recompute == "solve" else kept._replace(maps=None, entries=None, exchanged=())
 
     def for_output(self) -> Kept:
         """This without what only the backward reads, to make room for o."""
         if self.maps is None:
             return self
-        return replace(self, maps=replace(self.maps, correction=self.maps.boundary[:0]))
+        return self._replace(maps=self.maps._replace(correction=self.maps.boundary))  # which is there anyway
 
     def without_tensors(self) -> tuple[Kept, list[torch.Tensor | None]]:
         """This without what grows with the stream, and that: for autograd to keep."""
-        parts = ((Solved, self.solved), (Maps, self.maps))
-        tensors = [
-            None if part is None else getattr(part, field.name) for kind, part in parts for field in fields(kind)
-        ]
-        values, row = (None, None) if self.entries is None else (self.entries.values, self.entries.row)
-        bare = replace(self, solved=None, maps=None, entries=None, exchanged=())
-        return bare, [*tensors, row, values, *self.exchanged]
+        parts = ((Solved, self.solved), (Maps, self.maps), (Entries, self.entries))
+        tensors: list[torch.Tensor | None] = []
+        for kind, part in parts:
+            tensors += (None,) * len(kind._fields) if part is None else part
+        return self._replace(solved=None, maps=None, entries=None, exchanged=()), [*tensors, *self.exchanged]
 
     def with_tensors(self, tensors: Sequence[Any]) -> Kept:
         """The inverse of without_tensors."""
@@ -197,4 +193,4 @@ class Kept:
             maps = Maps(boundary=boundary, correction=correction, corrects=corrects)
         if row is not None:
             entries = Entries(values=values, row=row)
-        return replace(self, solved=solved, maps=maps, entries=entries, exchanged=tuple(exchanged))
+        return self._replace(solved=solved, maps=maps, entries=entries, exchanged=tuple(exchanged))

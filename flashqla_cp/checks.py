@@ -43,29 +43,33 @@ def check_device(x: torch.Tensor, name: str) -> None:
 
 def check_op_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor) -> None:
     """Shapes [B,T,H,K] q k, [B,T,HV,V] v, [B,T,HV] g beta; one device; one dtype for q, k, v."""
+    device = q.device
     for name, x, ndim in (("q", q, 4), ("k", k, 4), ("v", v, 4), ("g", g, 3), ("beta", beta, 3)):
         if x.ndim != ndim:
             raise ValueError(f"{name}: expected {ndim} dimensions, got shape {list(x.shape)}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name}: dtype {x.dtype} is not one of {', '.join(map(str, DTYPES))}")
-        check_device(x, name)
-        if x.device != q.device:
-            raise ValueError(f"{name}: is on {x.device}, q is on {q.device}")
+        if x is q or x.device != device:
+            check_device(x, name)
+        if x.device != device:
+            raise ValueError(f"{name}: is on {x.device}, q is on {device}")
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name}: dtype {x.dtype} differs from q's {q.dtype}")
-    if k.shape != q.shape:
-        raise ValueError(f"k: shape {list(k.shape)} differs from q's {list(q.shape)}")
-    if v.shape[:2] != q.shape[:2]:
-        raise ValueError(f"v: expected [B, T] = {list(q.shape[:2])} in front, got shape {list(v.shape)}")
-    num_heads, num_v_heads = q.shape[2], v.shape[2]
+    q_shape, v_shape = q.shape, v.shape
+    if k.shape != q_shape:
+        raise ValueError(f"k: shape {list(k.shape)} differs from q's {list(q_shape)}")
+    if v_shape[:2] != q_shape[:2]:
+        raise ValueError(f"v: expected [B, T] = {list(q_shape[:2])} in front, got shape {list(v_shape)}")
+    (_, _, num_heads, key_dim), (_, _, num_v_heads, value_dim) = q_shape, v_shape
     if not num_heads or num_v_heads % num_heads or not num_v_heads:
         raise ValueError(f"v: {num_v_heads} value heads, expected a multiple of q's {num_heads} heads (HV % H == 0)")
-    if not q.shape[3] or not v.shape[3]:
-        raise ValueError(f"q, v: head sizes must be at least 1, got {q.shape[3]} and {v.shape[3]}")
+    if not key_dim or not value_dim:
+        raise ValueError(f"q, v: head sizes must be at least 1, got {key_dim} and {value_dim}")
+    expected = v_shape[:3]
     for name, x in (("g", g), ("beta", beta)):
-        if x.shape != v.shape[:3]:
-            raise ValueError(f"{name}: expected shape {list(v.shape[:3])}, got {list(x.shape)}")
+        if x.shape != expected:
+            raise ValueError(f"{name}: expected shape {list(expected)}, got {list(x.shape)}")
 
 
 def as_parameter(value: Any, name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor | None:
@@ -176,7 +180,7 @@ def offsets_left_on(x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu:
     if cu_seqlens is None or cu_seqlens_cpu is not None or x.device.type == "cpu":
         return None
     offsets = offsets_tensor(cu_seqlens, "cu_seqlens")
-    if offsets.device != x.device or not len(offsets):
+    if offsets.device != x.device or not offsets.shape[0]:
         return None
     if x.shape[0] != 1:
         raise ValueError(f"{name}: batch size must be 1 with cu_seqlens, got {x.shape[0]}; pack the rows into one")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ from flashqla_cp.program import Program
 fold_with(kernels.fold)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Call:
+class Call(NamedTuple):
     """Options of one call of the op, as chunk_gated_delta_rule names them, and the kernels that run it, None for the
     torch backend. trains: whether a backward may follow."""
 
@@ -54,7 +53,7 @@ class Call:
 
     def after_gates(self) -> Call:
         """The same call on log gates and write strengths instead of what they are made of, with plain final states."""
-        return replace(self, sigmoid=False, double=False, final=True, state_v_first=False)
+        return self._replace(sigmoid=False, double=False, final=True, state_v_first=False)
 
     def inputs(self, tensors: Sequence[torch.Tensor], gate: Sequence[torch.Tensor | None]) -> Inputs:
         """Token rows of q, k, v, g, beta as kernels read them. gate: A_log and dt_bias, None where not made inside."""
@@ -106,13 +105,13 @@ class Call:
     def begin(self, x: Inputs, documents: Documents) -> Kept:
         """Documents of one process that holds all tokens, and their tables if there are any tokens."""
         count, offsets, machine = documents.num_documents, documents.offsets, self.machine
-        if not count or not len(x.q):
+        if not count or not x.q.shape[0]:
             return Kept(documents=documents)
         if offsets is None:
             shape = count, documents.length, x.arch, x.v.shape[1], machine.processors, self.trains
             return Kept(documents=documents, tables=tables_of_batch(*shape, x.q.device))
         ends, heads, processors = (offsets[:-1], offsets[1:]), x.v.shape[1], machine.processors
-        tables = Tables.of(*ends, len(x.q), x.arch, num_v_heads=heads, processors=processors, trains=self.trains)
+        tables = Tables.of(*ends, x.q.shape[0], x.arch, num_v_heads=heads, processors=processors, trains=self.trains)
         return Kept(documents=documents, tables=tables)
 
     def local(self, x: Inputs, context: CPContext) -> Local:
@@ -127,7 +126,7 @@ class Call:
         if self.recompute == "none" or tables is None or not tables.num_chains:
             return kept
         if self.recompute == "solve":
-            return replace(kept, solved=kernels.solve(x, kernels.gate_cumsum(x, tables), tables))
+            return kept._replace(solved=kernels.solve(x, kernels.gate_cumsum(x, tables), tables))
         assert kept.documents is not None
         return prepare(x, kept.documents, tables, self.state(initial_state))
 
@@ -165,11 +164,11 @@ def forward(
     kept = prepare(x, documents, tables, initial)
     if not trains:
         kept = kept.for_output()
-    o = torch.empty(x.v.shape, dtype=x.v.dtype, device=x.v.device)
+    o = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     states = pass_on(x, count, initial) if final else None
     _finish(x, kept, scale, o, states)
     if offsets is not None:
-        kernels.clear_rows(o, offsets[1:], x.arch)
+        kernels.clear_rows(o, tables.end, x.arch)
     return o, states, kept
 
 
@@ -217,7 +216,7 @@ def forward_sharded(
 
     def finish(kept: Kept, part: Tables | None) -> None:
         if part is not None and len(part.segments):
-            _finish(x, replace(kept, tables=part), scale, o, exits)
+            _finish(x, kept._replace(tables=part), scale, o, exits)
 
     kept = prepare_sharded(x, local, initial, lambda known: finish(known, local.early))
     finish(kept, local.late)
@@ -239,7 +238,7 @@ def prepare_sharded(
         kept = Kept(tables=tables)
         if program.exchange is not None:
             nothing = x.numbers(0, x.v.shape[1], x.v.shape[2], x.q.shape[2])
-            kept = replace(kept, exchanged=program.exchange.forward(nothing, nothing).wait().kept)
+            kept = kept._replace(exchanged=program.exchange.forward(nothing, nothing).wait().kept)
         return kept
     solved = kernels.solve(x, kernels.gate_cumsum(x, tables), tables)
     own = None if initial is None else initial.index_select(0, program.entries[1])

@@ -141,7 +141,7 @@ def backward(
             _fill(x, kept, do, arrive, scale, processors, grads, dinitial)
     if documents.offsets is not None:
         for dx in (grads.dq, grads.dk, grads.dv):
-            clear_rows(dx, documents.offsets[1:], x.arch)
+            clear_rows(dx, tables.end, x.arch)
     return grads, dinitial
 
 

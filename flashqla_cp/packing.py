@@ -8,7 +8,6 @@ Entries; what the exchange keeps, joined. A slot is empty where a call has none 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -59,7 +58,7 @@ def slot_sizes(
 
 def pack(kept: Kept, q: torch.Tensor, v: torch.Tensor, context: CPContext | None) -> list[torch.Tensor]:
     """The slots of what is kept, for the backward of the same call. q, v: the op's."""
-    *parts, row, values = replace(kept, exchanged=()).without_tensors()[1]
+    *parts, row, values = kept._replace(exchanged=()).without_tensors()[1]
     slots = nothing(q)
     for place, part in enumerate(parts):
         if part is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ CONV_DTYPES = (*KERNEL_DTYPES, torch.float32)
 _logger = logging.getLogger("flashqla_cp")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What decides whether there are kernels for a call."""
 
     dtype: torch.dtype
@@ -40,8 +39,7 @@ class Sizes:
         return _refused_dtype(self.dtype, KERNEL_DTYPES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConvSizes:
+class ConvSizes(NamedTuple):
     """The same for a call of the convolution: width is its number of taps."""
 
     dtype: torch.dtype
@@ -58,8 +56,7 @@ def _refused_dtype(dtype: torch.dtype, known: tuple[torch.dtype, ...]) -> str:
     return "" if dtype in known else f"dtype: got {dtype}, there are kernels for {', '.join(map(str, known))}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class Kernels(NamedTuple):
     """TileLang kernels for an architecture, and the multiprocessors of the device."""
 
     arch: Arch

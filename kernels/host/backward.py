@@ -13,8 +13,8 @@ from math import prod
 import torch
 
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved, entry_arguments, spec_of
-from flashqla_cp.kernels.host.launcher import launch
+from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved, entry_arguments
+from flashqla_cp.kernels.host.launcher import launch, spec_of
 from flashqla_cp.kernels.host.tables import Tables
 from flashqla_cp.kernels.tuning import GATE_GRAD_TOKENS, SCRATCH_BUDGET, head_slabs
 
@@ -210,9 +210,9 @@ def gate_grad(x: Inputs, dg: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor |
     inside = x.A_log is not None
     da = torch.empty(x.g.shape, dtype=x.g.dtype, device=x.g.device)
     sums = x.numbers(-(-len(dg) // GATE_GRAD_TOKENS) if inside else 1, 2, dg.shape[1])
-    A_log = dg.view(-1)[:1] if x.A_log is None else x.A_log
+    A_log = dg.view(-1) if x.A_log is None else x.A_log
     dt_bias = A_log if x.dt_bias is None else x.dt_bias
-    spec = spec_of("gate_grad", x.arch, (), (("g", x.g.dtype),), gate=inside)
+    spec = spec_of("gate_grad", x.arch.name, (), (("g", x.g.dtype),), gate=inside)
     launch(spec, x.g, dg, A_log, dt_bias, da, sums)
     if not inside:
         return da, None, None

@@ -12,8 +12,7 @@ import torch
 
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.blocks.conv_places import NOWHERE, PLACES
-from flashqla_cp.kernels.host.chunked import spec_of
-from flashqla_cp.kernels.host.launcher import launch
+from flashqla_cp.kernels.host.launcher import launch, spec_of
 from flashqla_cp.kernels.host.tables import stream_of
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import VECTOR_BYTES, conv_tile
@@ -46,7 +45,7 @@ def places_of_documents(start: torch.Tensor, end: torch.Tensor, num_tokens: int,
     """Places of documents [start, end), int32 [N] on the device of the rows, in order; nothing is read back."""
     places = torch.empty(num_tokens, dtype=torch.int32, device=start.device)
     if num_tokens and len(start):
-        launch(spec_of("conv_places", arch, (("width", width),)), start, end, places)
+        launch(spec_of("conv_places", arch.name, (("width", width),)), start, end, places)
     else:
         places.fill_(NOWHERE)
     return Places(places=places)
@@ -152,7 +151,7 @@ class Inputs:
         if stage != "conv_halo_grad":  # that one always meets rows in front
             flags["exchange"] = self.places.fronts is not None
         dtypes = (("weight", self.weight.dtype), ("x", self.x.dtype))
-        return spec_of(stage, self.arch, (("width", width),), dtypes, **flags)
+        return spec_of(stage, self.arch.name, (("width", width),), dtypes, **flags)
 
     def arguments(self, spec: KernelSpec, stand_in: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """places, sources, arrived, weight, bias; stand_in [T, D] for what a kernel was built without."""

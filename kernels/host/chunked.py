@@ -1,39 +1,25 @@
 """The stages of the forward on kernels: one wrapper each, which allocates, names the specialisation and launches.
 
-States are [.., HV, V, K], fp32. Letters: T tokens, C chunk, H key heads, HV value heads, K key dim, V value dim.
+States are [.., HV, V, K], fp32. Letters: T tokens, C chunk, H key heads, HV value heads, K key dim, V value dim. What
+each call makes anew are named tuples here: a frozen dataclass takes twice as long.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
+from typing import NamedTuple
 
 import torch
 
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.blocks.product_shares import COLUMNS
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.launcher import launch, machine_of
+from flashqla_cp.kernels.host.launcher import launch, machine_of, spec_of
 from flashqla_cp.kernels.host.tables import Tables
-from flashqla_cp.kernels.spec import KernelSpec, make_spec
+from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.stages import HEAD_DIMS
 
 
-@cache
-def spec_of(
-    stage: str,
-    arch: Arch,
-    dims: tuple[tuple[str, int], ...] = (),
-    dtypes: tuple[tuple[str, torch.dtype], ...] = (),
-    **flags: bool,
-) -> KernelSpec:
-    """A specialisation by hashable parts: made once, for it is asked for on every launch."""
-    names = {operand: str(dtype).removeprefix("torch.") for operand, dtype in dtypes}
-    return make_spec(stage, arch, dict(dims), names, flags)
-
-
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Of the op, token rows: q, k [T, H, K], v [T, HV, V] (views with unit stride along the last dimension), g, beta
     [T, HV]. A_log, dt_bias fp32 [HV] or None: g is then the gate's input. l2norm, sigmoid, double: what the op's
     use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel and allow_neg_eigval say; forgotten: base-2 logarithm of its
@@ -55,19 +41,19 @@ class Inputs:
 
     def spec(self, stage: str, **flags: bool) -> KernelSpec:
         """The specialisation of a stage for these inputs."""
-        dims = (("head_dim", self.q.shape[2]), ("ratio", self.v.shape[1] // self.q.shape[1]))
+        _, heads, width = self.q.shape
+        dims = (("head_dim", width), ("ratio", self.v.shape[1] // heads))
         dtypes = (("qkv", self.q.dtype),)
         if stage in ("solve", "gradients"):
             dtypes = (*dtypes, ("beta", self.beta.dtype))
-        return spec_of(stage, self.arch, dims, dtypes, **flags, l2norm=self.l2norm)
+        return spec_of(stage, self.arch.name, dims, dtypes, **flags, l2norm=self.l2norm)
 
     def numbers(self, *shape: int) -> torch.Tensor:
         """Uninitialised fp32."""
-        return torch.empty(shape, dtype=torch.float32, device=self.q.device)
+        return torch.empty(*shape, dtype=torch.float32, device=self.q.device)
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Solved:
+class Solved(NamedTuple):
     """What the chunks know without a state. decay [chunks, HV, C] (base 2), inverse [chunks, HV, C, C], key_scale
     [chunks, H, C] with l2norm (else [1, H, C], unused), bound [HV, chunks]."""
 
@@ -77,8 +63,7 @@ class Solved:
     bound: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Maps:
+class Maps(NamedTuple):
     """Of segments that something follows: boundary (E) and correction (M^T) [rows, HV, ., K], corrects [rows, HV]; or
     their adjoints, of those that something precedes: D, and the same correction by rows of its own."""
 
@@ -87,21 +72,20 @@ class Maps:
     corrects: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Entries:
-    """States in front of chains, or gradients of those behind them: values [entries, HV, V, K] and each chain's row,
-    int32 [chains], -1 for zero."""
+class Entries(NamedTuple):
+    """States in front of chains, or gradients of those behind them: each chain's row, int32 [chains], -1 for zero, of
+    values [entries, HV, V, K]."""
 
-    values: torch.Tensor
     row: torch.Tensor
+    values: torch.Tensor
 
 
 def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
     """Cumulative log gate of every chunk, base 2: [chunks, HV, C]."""
     heads = x.v.shape[1]
-    decay = x.numbers(len(tables.chunks), heads, CHUNK)
-    spec = spec_of("gate_cumsum", x.arch, (), (("g", x.g.dtype),), gate=x.A_log is not None)
-    A_log = decay.view(-1)[:1] if x.A_log is None else x.A_log
+    decay = x.numbers(tables.chunks.shape[0], heads, CHUNK)
+    spec = spec_of("gate_cumsum", x.arch.name, (), (("g", x.g.dtype),), gate=x.A_log is not None)
+    A_log = decay.view(-1) if x.A_log is None else x.A_log
     dt_bias = A_log if x.dt_bias is None else x.dt_bias
     launch(spec, x.g, tables.chunks, A_log, dt_bias, decay)
     return decay
@@ -109,10 +93,10 @@ def gate_cumsum(x: Inputs, tables: Tables) -> torch.Tensor:
 
 def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
     """(I + A)^-1 diag(beta) of every chunk."""
-    chunks, heads = len(tables.chunks), x.v.shape[1]
-    inverse = torch.empty(chunks, heads, CHUNK, CHUNK, dtype=x.q.dtype, device=x.q.device)
-    key_scale = x.numbers(chunks if x.l2norm else 1, x.q.shape[1], CHUNK)
-    bound = x.numbers(heads, chunks)
+    chunks, heads, _ = decay.shape
+    inverse = x.q.new_empty(chunks, heads, CHUNK, CHUNK)
+    key_scale = decay.new_empty(chunks if x.l2norm else 1, x.q.shape[1], CHUNK)
+    bound = decay.new_empty(heads, chunks)
     spec = x.spec("solve", sigmoid=x.sigmoid, double=x.double)
     launch(spec, x.k, x.beta, decay, tables.chunks, inverse, key_scale, bound)
     return Solved(decay=decay, inverse=inverse, key_scale=key_scale, bound=bound)
@@ -120,11 +104,12 @@ def solve(x: Inputs, decay: torch.Tensor, tables: Tables) -> Solved:
 
 def summary(x: Inputs, solved: Solved, tables: Tables, *, entered: bool) -> Maps:
     """Maps of the segments that something follows. entered: whether chains may start from a state."""
-    rows, heads, width = len(tables.links), x.v.shape[1], x.q.shape[2]
+    rows, (_, heads, width) = tables.links.shape[0], x.v.shape
+    boundary = solved.decay.new_empty(rows, heads, width, width)
     maps = Maps(
-        boundary=x.numbers(rows, heads, width, width),
-        correction=x.numbers(rows, heads, width, width),
-        corrects=torch.empty(rows, heads, dtype=torch.int32, device=x.q.device),
+        boundary=boundary,
+        correction=torch.empty_like(boundary),
+        corrects=tables.links.new_empty(rows, heads),
     )
     launch(
         x.spec("summary", initial_state=entered),
@@ -154,7 +139,7 @@ def affine_chain(
     carried = torch.empty_like(maps.boundary) if apart else maps.boundary
     dims = (("head_dim", x.q.shape[2]),)
     launch(
-        spec_of("affine_chain", x.arch, dims, initial_state=entries is not None, apart=apart, reverse=reverse),
+        spec_of("affine_chain", x.arch.name, dims, initial_state=entries is not None, apart=apart, reverse=reverse),
         tables.back_links if reverse else tables.links,
         maps.correction,
         maps.corrects,
@@ -173,7 +158,7 @@ def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -
     final_correction = x.numbers(tables.num_chains, x.v.shape[1], width, width)
     entered = entries is not None
     dims = (("head_dim", width),)
-    spec = spec_of("affine_chain", x.arch, dims, initial_state=entered, apart=True, final_correction=True)
+    spec = spec_of("affine_chain", x.arch.name, dims, initial_state=entered, apart=True, final_correction=True)
     launch(
         spec,
         tables.links,
@@ -221,13 +206,13 @@ def entry_arguments(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Arguments of a kernel that may have no entry states: it was built without them, and never reads these."""
     if entries is None:
-        return stand_in, tables.links.view(-1)
+        return stand_in, tables.end
     return entries.values, entries.row
 
 
 def clear_rows(o: torch.Tensor, end: torch.Tensor, arch: Arch) -> None:
     """Zeros in the rows of o [T, HV, V] from the last of `end` on."""
-    launch(spec_of("clear_rows", arch, (), (("x", o.dtype),)), end, o.view(len(o), -1))
+    launch(spec_of("clear_rows", arch.name, (), (("x", o.dtype),)), end, o.view(o.shape[0], -1))
 
 
 def fold(
@@ -252,7 +237,7 @@ def fold(
     if len(first) > 1 and boundary.shape[1]:
         states, *state_steps = _lines(boundary)
         matrices, *matrix_steps = _lines(correction if len(correction) else boundary)
-        spec = spec_of("fold", arch, (("head_dim", key_dim),), adjoint=adjoint)
+        spec = spec_of("fold", arch.name, (("head_dim", key_dim),), adjoint=adjoint)
         launch(spec, states, matrices, links, first, out, *state_steps, *matrix_steps)
     return out
 

@@ -16,7 +16,7 @@ import torch
 from flashqla_cp.kernels import stages as stages  # enters the builders
 from flashqla_cp.kernels.arch import ARCHES, Arch
 from flashqla_cp.kernels.build import build
-from flashqla_cp.kernels.spec import KernelSpec
+from flashqla_cp.kernels.spec import KernelSpec, make_spec
 
 Loader = Callable[[KernelSpec], Callable[..., Any]]
 
@@ -53,6 +53,20 @@ def machine_of(device: torch.device) -> tuple[Arch | None, int]:
     if device.type != "cuda":
         return None, 0
     return _of_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def spec_of(
+    stage: str,
+    arch: str,
+    dims: tuple[tuple[str, int], ...] = (),
+    dtypes: tuple[tuple[str, torch.dtype], ...] = (),
+    **flags: bool,
+) -> KernelSpec:
+    """A specialisation by parts that are quick to hash: made once, for it is asked for on every launch. arch: its
+    name."""
+    names = {operand: str(dtype).removeprefix("torch.") for operand, dtype in dtypes}
+    return make_spec(stage, arch, dict(dims), names, flags)
 
 
 def launch(spec: KernelSpec, *arguments: Any) -> None:

@@ -7,21 +7,22 @@ themselves are made on the device from the chains' ends, so that offsets on a GP
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from flashqla_cp.kernels import tuning
 from flashqla_cp.kernels.arch import Arch
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.chunks import CHUNK
-from flashqla_cp.kernels.host.launcher import launch
-from flashqla_cp.kernels.spec import make_spec
-from flashqla_cp.kernels.tuning import segment_chunks
+from flashqla_cp.kernels.host.launcher import launch, spec_of
+
+# It looks at every way to cut. typed: NumPy's integers equal Python's, but no kernel need take them.
+segment_chunks = lru_cache(maxsize=1024, typed=True)(tuning.segment_chunks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableSizes:
+class TableSizes(NamedTuple):
     """Rows of the tables, bounds that need no offset: see Tables."""
 
     most: int
@@ -51,14 +52,13 @@ class TableSizes:
         return cls(most=most, divided=divided, chunks=chunks, segments=chunks // most + num_chains, rows=max(rows, 1))
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class Tables:
+class Tables(NamedTuple):
     """Chunks and segments of chains; rows past the last are ghosts.
 
     num_tokens: rows of the tensors. num_chains: documents, or fragments of them. most: chunks of a segment at most.
     divided: whether any chain may have more than one segment. chunks int32 [chunks, 2], segments int32 [segments, 9],
     links and back_links int32 [rows, 3], of states and gradients (the same tensor without an exchange): see
-    kernels/blocks/segments.py.
+    kernels/blocks/segments.py. end int32 [chains]: where the chains end, as it was given.
     """
 
     num_tokens: int
@@ -69,6 +69,7 @@ class Tables:
     segments: torch.Tensor
     links: torch.Tensor
     back_links: torch.Tensor
+    end: torch.Tensor
 
     @classmethod
     def of(
@@ -90,7 +91,7 @@ class Tables:
         receive (so is their first segment's gradient map), or None where no chain can. longest: tokens of the longest
         chain, if known; processors: multiprocessors to keep busy; trains: whether a backward follows.
         """
-        chains = len(start)
+        chains = start.shape[0]
         size = TableSizes.of(
             num_tokens,
             chains,
@@ -100,10 +101,7 @@ class Tables:
             longest=longest,
             trains=trains,
         )
-
-        def table(*shape: int) -> torch.Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=start.device)
-
+        table = start.new_empty
         links = table(size.rows, column.LINK_COLUMNS)
         made = cls(
             num_tokens=num_tokens,
@@ -114,10 +112,11 @@ class Tables:
             segments=table(size.segments, column.COLUMNS),
             links=links,
             back_links=links if exchanged is None else torch.empty_like(links),
+            end=end,
         )
         base = table(3 if exchanged is None else 4, chains + 1)
-        spec = make_spec("tables", arch, flags={"exchange": exchanged is not None})
-        ends = (start, end, *((base.view(-1),) * 2 if exchanged is None else exchanged))
+        ends = start, end, *((start, end) if exchanged is None else exchanged)  # the kernel without never reads these
+        spec = spec_of("tables", arch.name, exchange=exchanged is not None)
         launch(spec, *ends, base, made.chunks, made.segments, made.links, made.back_links, num_tokens, size.most)
         return made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import subprocess
@@ -65,9 +64,7 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         ),
     ):
         monkeypatch.setattr(backend, "machine_of", lambda device: (ARCHES["sm_90a"], 132))
-        monkeypatch.setattr(
-            train_megatron, "SIZES", dataclasses.replace(train_megatron.SIZES, head_k_dim=64, head_v_dim=64)
-        )
+        monkeypatch.setattr(train_megatron, "SIZES", train_megatron.SIZES._replace(head_k_dim=64, head_v_dim=64))
         monkeypatch.setattr(train_megatron, name, value)
         assert train_megatron.main([]) == 2
         assert re.search(text, capsys.readouterr().err)
