@@ -24,6 +24,14 @@ setup_environment dev
 if [ "$GPU" = auto ]; then GPU="$HAVE_GPU"; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
+# Tests of one process run side by side, on a core each: at most 8, which is memory for as many compilations.
+PYTEST=("$PY" -m pytest -q -p no:cacheprovider)
+SIDE_BY_SIDE=()
+CORES="$(nproc)"
+if "$PY" -c 'import xdist' 2>/dev/null; then
+    SIDE_BY_SIDE=(-n $((CORES < 8 ? CORES : 8)) --dist worksteal)
+fi
+
 NO_GPU="not gpu and not multi_gpu"
 NO_SLOW=""
 if [ "$FULL" = 0 ]; then NO_SLOW="and not slow"; fi
@@ -31,7 +39,7 @@ if [ "$FULL" = 0 ]; then NO_SLOW="and not slow"; fi
 step "lint" 120 "$PY" -m ruff check .
 step "format" 120 "$PY" -m ruff format --check .
 step "types" 600 "$PY" -m mypy
-step "tests" $((FULL ? 18000 : 2700)) "$PY" -m pytest -q -p no:cacheprovider --ignore tests/integrations \
+step "tests" $((FULL ? 18000 : 2700)) "${PYTEST[@]}" "${SIDE_BY_SIDE[@]}" --ignore tests/integrations \
     -m "not mpi and $NO_GPU $NO_SLOW"
 has_passed "tests"
 
@@ -55,16 +63,16 @@ if [ "${NO_VENV:-0}" != 1 ]; then
     fi
 fi
 MARKS="not mpi and $NO_GPU $NO_SLOW"
-step "framework tests" 900 "$PY" -m pytest -q -p no:cacheprovider -m "$MARKS" --ignore-glob '*/test_fla*' tests/integrations
+step "framework tests" 900 "${PYTEST[@]}" "${SIDE_BY_SIDE[@]}" -m "$MARKS" --ignore-glob '*/test_fla*' tests/integrations
 has_passed "framework tests"
 if [ "${NO_VENV:-0}" = 1 ] || [ -d "$FLA/fla" ]; then
     step "fla tests" 300 env PYTHONPATH="$FLA${PYTHONPATH:+:$PYTHONPATH}" \
-        "$PY" -m pytest -q -p no:cacheprovider -m "$MARKS" tests/integrations/test_fla.py tests/integrations/test_fla_on_ranks.py
+        "${PYTEST[@]}" "${SIDE_BY_SIDE[@]}" -m "$MARKS" tests/integrations/test_fla.py tests/integrations/test_fla_on_ranks.py
 fi
 
 if [ "$GPU" = 1 ]; then
     if compgen -G 'tests/gpu/test_*.py' >/dev/null; then
-        step "GPU tests" 3600 "$PY" -m pytest -q -p no:cacheprovider -m "not mpi and (gpu or multi_gpu) $NO_SLOW"
+        step "GPU tests" 3600 "${PYTEST[@]}" -m "not mpi and (gpu or multi_gpu) $NO_SLOW"
         has_passed "GPU tests"
     else
         skip "GPU tests" "there are none in tests/gpu"
@@ -82,7 +90,7 @@ else
     for ranks in 2 4; do
         name="tests on $ranks ranks"
         step "$name" $((FULL ? 1800 : 600)) "$MPIRUN" -n "$ranks" "${flags[@]}" \
-            "$PY" -m pytest -q --only-mpi -p no:cacheprovider --color=no -m "$marks" tests
+            "${PYTEST[@]}" --only-mpi --color=no -m "$marks" tests
         has_passed "$name"
     done
 fi
