@@ -27,7 +27,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 # Tests of one process run side by side, on a core each: at most 8, which is memory for as many compilations.
 PYTEST=("$PY" -m pytest -q -p no:cacheprovider)
 SIDE_BY_SIDE=()
-CORES="$(nproc)"
+CORES="$(env -u OMP_NUM_THREADS nproc)" # nproc would repeat that variable
 if "$PY" -c 'import xdist' 2>/dev/null; then
     SIDE_BY_SIDE=(-n $((CORES < 8 ? CORES : 8)) --dist worksteal)
 fi
