@@ -165,7 +165,9 @@ def offsets_for_kernels(
 ) -> Sequence[int] | torch.Tensor:
     """What read_documents finds, but a tensor where the offsets can stay on x's device."""
     if cp_context is None:
+        copied = cu_seqlens is cu_seqlens_cpu
         cu_seqlens = taken_over(cu_seqlens, "cu_seqlens")  # it is looked at twice
+        cu_seqlens_cpu = cu_seqlens if copied else cu_seqlens_cpu
         there = offsets_left_on(x, name, cu_seqlens, cu_seqlens_cpu)
         if there is not None:
             return there

@@ -11,7 +11,7 @@ import torch
 
 from flashqla_cp import GatedDeltaNet, causal_conv1d, chunk_gated_delta_rule
 from flashqla_cp.bound import Options, bind
-from flashqla_cp.checks import as_tensor
+from flashqla_cp.checks import as_tensor, offsets_for_kernels
 from flashqla_cp.conv import bind_conv
 from flashqla_cp.kernels.arch import arch_by_name
 from flashqla_cp.kernels.backend import Kernels
@@ -175,6 +175,12 @@ def test_kernels_take_offsets_over_once(kernels_on_meta: None, kind: str, offset
 def test_one_capsule_as_offsets_and_their_copy() -> None:
     capsule = as_foreign(torch.tensor(OFFSETS), "capsule")
     assert read_offsets(*offsets_to_read(capsule, capsule)) == OFFSETS
+
+
+def test_one_capsule_as_offsets_and_their_copy_for_kernels() -> None:
+    capsule = as_foreign(torch.tensor(OFFSETS), "capsule")
+    x = torch.zeros(1, OFFSETS[-1], 1, 1)
+    assert list(offsets_for_kernels(x, "q", capsule, capsule, None)) == OFFSETS
 
 
 def test_nothing_is_copied_and_memory_is_given_back() -> None:
