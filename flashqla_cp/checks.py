@@ -164,22 +164,20 @@ def offsets_for_kernels(
     x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any, cp_context: CPContext | None
 ) -> Sequence[int] | torch.Tensor:
     """What read_documents finds, but a tensor where the offsets can stay on x's device."""
-    if cp_context is None:
-        copied = cu_seqlens is cu_seqlens_cpu
+    if cp_context is None and cu_seqlens_cpu is None:
         cu_seqlens = taken_over(cu_seqlens, "cu_seqlens")  # it is looked at twice
-        cu_seqlens_cpu = cu_seqlens if copied else cu_seqlens_cpu
-        there = offsets_left_on(x, name, cu_seqlens, cu_seqlens_cpu)
+        there = offsets_left_on(x, name, cu_seqlens)
         if there is not None:
             return there
     return read_documents(x, name, cu_seqlens, cu_seqlens_cpu, cp_context)
 
 
-def offsets_left_on(x: torch.Tensor, name: str, cu_seqlens: Any, cu_seqlens_cpu: Any) -> torch.Tensor | None:
-    """cu_seqlens as a tensor if it lives on x's GPU and no copy for the CPU was given, else None.
+def offsets_left_on(x: torch.Tensor, name: str, cu_seqlens: Any) -> torch.Tensor | None:
+    """cu_seqlens as a tensor if it lives on x's GPU, else None.
 
     Its values are not checked then, for that would stop the GPU; kernels stay inside their tensors whatever they are.
     """
-    if cu_seqlens is None or cu_seqlens_cpu is not None or x.device.type == "cpu":
+    if cu_seqlens is None or x.device.type == "cpu":
         return None
     offsets = offsets_tensor(cu_seqlens, "cu_seqlens")
     if offsets.device != x.device or not offsets.shape[0]:

@@ -157,7 +157,7 @@ def test_ghosts_and_foreign_numbers_change_no_bit():
 
 def test_offsets_rewritten_before_the_backward(monkeypatch):
     """Offsets that stay where they are, as on a GPU, may be others by the time of the backward."""
-    monkeypatch.setattr(import_module("flashqla_cp.checks"), "offsets_left_on", lambda q, name, offsets, _: offsets)
+    monkeypatch.setattr(import_module("flashqla_cp.checks"), "offsets_left_on", lambda q, name, offsets: offsets)
     tensors, initial = packed()
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     results = []
