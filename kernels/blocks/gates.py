@@ -13,15 +13,23 @@ GATE_FLOOR = -128.0  # exp of it is 0 in fp32
 LEAST_STRENGTH = {"bfloat16": 2.0**-40, "float16": 2.0**-13}
 
 
+def normalizes_keys(l2norm: bool, dtype: str) -> bool:
+    """Whether keys are brought to length 1 in their tile, at the cost of a pass over it.
+
+    Else 1 / |k| is a factor of what is read and written by them, which may then leave the range of fp16.
+    """
+    return l2norm and dtype == "float16"
+
+
 @T.macro
-def spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm):
+def spread_gate(gate, k_scale, grow, fade, keep, slot, row, folds):
     """Factors of row `row` < CHUNK of a chunk: what states lose before it, values behind it, and states in all.
 
-    gate, k_scale [stages, CHUNK]: G to base 2; 1 / |k|, read with l2norm. They give grow = -exp(G) / |k|,
-    fade = exp(Gc - G) / |k| of that row and, from the last one, keep = exp(Gc).
+    gate, k_scale [stages, CHUNK]: G to base 2; 1 / |k|, read if it `folds` (else 1 below). They give
+    grow = -exp(G) / |k|, fade = exp(Gc - G) / |k| of that row and, from the last one, keep = exp(Gc).
     """
     key = T.alloc_var("float32", init=1.0)
-    if l2norm:
+    if folds:
         key = k_scale[slot, row]
     grown = T.alloc_var("float32", init=T.exp2(gate[slot, row]))
     grow[slot, row] = 0.0 - grown * key

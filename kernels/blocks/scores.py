@@ -8,7 +8,8 @@ from typing import Any
 
 import tilelang.language as T
 
-from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.chunk_io import normalize_rows
+from flashqla_cp.kernels.blocks.gates import normalizes_keys, spread_gate
 from flashqla_cp.kernels.chunks import CHUNK as C
 
 L2_EPS = 1e-6
@@ -23,7 +24,8 @@ class Scored:
 
     q, k [stages, C, K]: tiles. gate: G to base 2; k_scale: 1 / |k|, with l2norm; grow = -exp(G) / |k|, read = scale
     exp(G) / |q|, fade = exp(Gc - G) / |k| [stages, C], keep = exp(Gc) [stages], query = scale / |q| and column = G to
-    base 2 minus log2(1 / |k|) [2, C], without the norms if not l2norm. 1 / |k| is at most 1000.
+    base 2 minus log2(1 / |k|) [2, C], without the norms if not l2norm, without that of k where normalizes_keys. 1 / |k|
+    is at most 1000.
     """
 
     q: Any
@@ -118,12 +120,22 @@ def spread_rows(x, slot, turn, thread, scale, l2norm):
             x.read[slot, first + lane // 4 + 8 * half] = (
                 T.exp2(x.gate[slot, first + lane // 4 + 8 * half]) * query[half]
             )
+    folds = l2norm and not normalizes_keys(l2norm, x.k.dtype)
     if lane < 16:
-        spread_gate(x.gate, x.k_scale, x.grow, x.fade, x.keep, slot, first + lane, l2norm)
+        spread_gate(x.gate, x.k_scale, x.grow, x.fade, x.keep, slot, first + lane, folds)
         column = T.alloc_var("float32", init=x.gate[slot, first + lane])
-        if l2norm:
+        if folds:
             column = column - T.log2(x.k_scale[slot, first + lane])
         x.column[turn, first + lane] = column
+
+
+@T.macro
+def normalize_keys(x, slot, length, thread, l2norm):
+    """Keys in front of `length` of length 1 where no factor holds their norms, by all scorers, before any product."""
+    if normalizes_keys(l2norm, x.k.dtype):
+        normalize_rows(x.k, x.k_scale, slot, length, thread, SCORERS)
+        T.fence_proxy_async()
+        T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
 
 
 @T.macro

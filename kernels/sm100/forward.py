@@ -20,6 +20,7 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
+from flashqla_cp.kernels.blocks.gates import normalizes_keys
 from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.outlets import (
     alloc_outlet,
@@ -29,7 +30,7 @@ from flashqla_cp.kernels.blocks.outlets import (
     outlet_layouts,
     send_rows,
 )
-from flashqla_cp.kernels.blocks.scores import SCORERS
+from flashqla_cp.kernels.blocks.scores import SCORERS, normalize_keys
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
 from flashqla_cp.kernels.blocks.tcgen05_scores import alloc_scored, finish_scores, start_scores
@@ -49,6 +50,7 @@ def build_forward(spec: KernelSpec):
     has_initial, has_final, l2norm = (spec.has(flag) for flag in ("initial_state", "final_state", "l2norm"))
     K = V = spec.dim("head_dim")
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
+    in_place = normalizes_keys(l2norm, dtype)
     config = forward_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     tokens, chunks, H, HV, segments, rows, chains, entries = (
@@ -183,6 +185,7 @@ def build_forward(spec: KernelSpec):
                         clear_tail(x.k, slot, length, row, SCORERS, K, dtype)
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
+                    normalize_keys(x, slot, length, row, l2norm)
                     start_scores(x, slot, i % 2, row, scale, l2norm)
                     finish_scores(x, slot, i % 2, scores, scores16)
                     T.fence_proxy_async()
@@ -221,6 +224,8 @@ def build_forward(spec: KernelSpec):
                     start = T.alloc_var("int32", init=begin)
                     for _ in T.serial(count):
                         T.mbarrier_wait_parity(free[slot], phase)
+                        if in_place:
+                            T.fence_proxy_async()  # others wrote there, as ordinary threads
                         T.tma_copy(decay[chunk, head, 0:C], x.gate[slot, :], barrier=full[slot])
                         if l2norm:
                             T.tma_copy(key_scale[chunk, key_head, 0:C], x.k_scale[slot, :], barrier=full[slot])

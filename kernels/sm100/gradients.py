@@ -15,7 +15,8 @@ and once for the group, with the sums of Da and Db over it:
     [dk]    [ Da^T   Db + Db^T   ] [K]
 
 Rows of dq and of dk are computed together, 128 of them. With l2norm Q and K are divided by their norms, of which the
-tiles know nothing: the factors are taken in elsewhere, and dq, dk are projected at the end.
+tiles know nothing: the factors are taken in elsewhere, and dq, dk are projected at the end. In fp16, whose range such
+factors leave, rows are brought to length 1 in their tile instead.
 
 Roles of a block, which takes every `blocks`-th pair of a chunk and a key head:
 
@@ -31,7 +32,7 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_rows
-from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH
+from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH, normalizes_keys
 from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.scores import L2_EPS
 from flashqla_cp.kernels.blocks.segments import CHUNK_COLUMNS
@@ -61,6 +62,8 @@ def build_gradients(spec: KernelSpec):
     ratio, dtype, f32 = spec.dim("ratio"), spec.dtype("qkv"), "float32"
     config = gradients_config(spec)
     l2norm, sigmoid, double = spec.has("l2norm"), spec.has("sigmoid"), spec.has("double")
+    in_place = normalizes_keys(l2norm, dtype)
+    folds = l2norm and not in_place
     tokens, chunks, chains, H, HV, heads = (T.dynamic(n) for n in ("tokens", "chunks", "chains", "H", "HV", "heads"))
     qt, qh, kt, kh, ot, oh, bt, bh = (
         T.dynamic(n)
@@ -88,7 +91,7 @@ def build_gradients(spec: KernelSpec):
         for a, b in T.Parallel(2 * C, PART):
             pulled[a, b] = T.if_then_else(
                 half * PART + b < a % C,
-                pairs[a, b] * pulled[a, b] * ((norm[a] * norm[C + half * PART + b]) if l2norm else 1.0),
+                pairs[a, b] * pulled[a, b] * ((norm[a] * norm[C + half * PART + b]) if folds else 1.0),
                 0.0,
             )
 
@@ -110,9 +113,9 @@ def build_gradients(spec: KernelSpec):
         for a, b in T.Parallel(2 * C, PART):
             if a < C or half * PART + b < a - C:
                 mix[a, C + half * PART + b] = T.cast(
-                    totals[a, b] * (norm[C + half * PART + b] if l2norm else 1.0), dtype
+                    totals[a, b] * (norm[C + half * PART + b] if folds else 1.0), dtype
                 )
-                mix[C + half * PART + b, a] = T.cast(totals[a, b] * (norm[a] if l2norm else 1.0), dtype)
+                mix[C + half * PART + b, a] = T.cast(totals[a, b] * (norm[a] if folds else 1.0), dtype)
             elif half * PART + b == a - C:
                 mix[a, C + half * PART + b] = T.cast(0.0, dtype)
 
@@ -272,6 +275,16 @@ def build_gradients(spec: KernelSpec):
                                     for e in T.unroll(8):
                                         square = square + T.cast(word[e], f32) * T.cast(word[e], f32)
                             norm[row] = T.rsqrt(square + L2_EPS)
+                            if in_place:
+                                if row % C < length:
+                                    for j in T.serial(K // 8):
+                                        for e in T.vectorized(8):
+                                            word[e] = keys[row, j * 8 + e]
+                                        for e in T.unroll(8):
+                                            word[e] = T.cast(T.cast(word[e], f32) * norm[row], dtype)
+                                        for e in T.vectorized(8):
+                                            keys[row, j * 8 + e] = word[e]
+                                T.fence_proxy_async()
                             T.mbarrier_arrive(normed)
                             T.sync_threads(barrier_id=READERS_BARRIER, arrive_count=READERS)
                             T.copy(norm, own)
@@ -309,9 +322,9 @@ def build_gradients(spec: KernelSpec):
                             give(given, READS, False)
                             T.mbarrier_wait_parity(told, step % 2 ^ 1)
                             for a in T.Parallel(2 * C):
-                                dots[a] = read_dot[a] * grow[a] * own[a]
+                                dots[a] = read_dot[a] * grow[a] * (1.0 if in_place else own[a])
                                 if a >= C:
-                                    leaving[a - C] = carried_dot[a] * fade[a] * own[a]
+                                    leaving[a - C] = carried_dot[a] * fade[a] * (1.0 if in_place else own[a])
                             T.mbarrier_arrive(summed)
                             step = step + 1
                         take(done, MIXED, turn % 2)
@@ -323,8 +336,9 @@ def build_gradients(spec: KernelSpec):
                                 for a, b in T.Parallel(2 * C, PART):
                                     sums[a, b] = total[a, b] * T.cast(key16[a, b], f32)
                                 T.reduce_sum(sums, read_dot, dim=1, clear=False)
-                            for a in T.Parallel(2 * C):
-                                read_dot[a] = read_dot[a] * own[a] * own[a]
+                            if folds:
+                                for a in T.Parallel(2 * C):
+                                    read_dot[a] = read_dot[a] * own[a] * own[a]
                         for part in T.serial(K // PART):
                             T.copy(total_sum[:, part * PART : part * PART + PART], total)
                             if l2norm:
@@ -376,6 +390,8 @@ def build_gradients(spec: KernelSpec):
                                     T.sync_warp()
                                 take(given, PAIRS, step % 2 ^ 1)
                                 if head == 0:
+                                    if in_place:
+                                        take(normed, 0, turn % 2)
                                     issue(keys, keys[C : 2 * C, :], similar_sum, None)
                                 issue(rows[0 : 2 * C, :], rows[3 * C : 4 * C, :], pair_sum, done[PAIRED])
                                 take(full_states, 0, step % 2)

@@ -19,8 +19,7 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
-from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import alloc_gates, spread_gate
+from flashqla_cp.kernels.blocks.gates import alloc_gates, normalizes_keys
 from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.outlets import (
     alloc_outlet,
@@ -31,6 +30,7 @@ from flashqla_cp.kernels.blocks.outlets import (
     outlet_layouts,
     send_block,
 )
+from flashqla_cp.kernels.blocks.prepare import prepare
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
@@ -52,6 +52,7 @@ def build_replay(spec: KernelSpec):
     config = replay_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     has_initial, l2norm = spec.has("initial_state"), spec.has("l2norm")
+    in_place = normalizes_keys(l2norm, dtype)
     tokens, chunks, H, HV, heads, segments, rows, entries = (
         T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "heads", "segments", "rows", "entries")
     )
@@ -83,7 +84,8 @@ def build_replay(spec: KernelSpec):
             u_tile = alloc_outlet(C, V, dtype)
             s_tile = alloc_outlet(V, K, dtype)
             T.annotate_layout(outlet_layouts(u_tile, s_tile))
-            gate, k_scale, grow, fade, keep = alloc_gates(STAGES)
+            gates = alloc_gates(STAGES)
+            gate, k_scale, grow, fade, keep = gates
             accumulators, operands = alloc_recurrence(V, K, C, 2, dtype)
             state_sum, recalled_sum, value_sum = accumulators
             state_operand, recalled_operand, faded_operand = operands
@@ -159,6 +161,8 @@ def build_replay(spec: KernelSpec):
                         slot = T.alloc_var("int32", init=T.truncmod(i, STAGES))
                         start = T.alloc_var("int32", init=begin + i * C)
                         T.mbarrier_wait_parity(free[slot], T.truncdiv(i, STAGES) % 2 ^ 1)
+                        if in_place:
+                            T.fence_proxy_async()  # others wrote there, as ordinary threads
                         T.tma_copy(decay[chunk + i, head, 0:C], gate[slot, :], barrier=full[slot])
                         if l2norm:
                             T.tma_copy(key_scale[chunk + i, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
@@ -183,11 +187,7 @@ def build_replay(spec: KernelSpec):
                     for i in T.serial(count):
                         slot = T.alloc_var("int32", init=T.truncmod(i, STAGES))
                         T.mbarrier_wait_parity(full[slot], T.truncdiv(i, STAGES) % 2)
-                        spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
-                        if end - begin - i * C < C:
-                            clear_tail(k_tile, slot, end - begin - i * C, row, HELPERS, K, dtype)
-                            clear_tail(v_tile, slot, end - begin - i * C, row, HELPERS, V, dtype)
-                            T.fence_proxy_async()
+                        prepare(gates, k_tile, v_tile, slot, end - begin - i * C, row, l2norm, True)
                         T.mbarrier_arrive(ready[slot])
             T.tcgen05_before_thread_sync()
             T.sync_threads()

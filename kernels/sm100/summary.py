@@ -21,9 +21,9 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
-from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import alloc_gates, remembered, spread_gate
+from flashqla_cp.kernels.blocks.gates import alloc_gates, normalizes_keys, remembered
 from flashqla_cp.kernels.blocks.mma import issue
+from flashqla_cp.kernels.blocks.prepare import prepare
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
@@ -42,6 +42,7 @@ def build_summary(spec: KernelSpec):
     config = summary_config(spec)
     STAGES, WORKERS = config.stages, config.roles[0].threads
     has_initial, l2norm = spec.has("initial_state"), spec.has("l2norm")
+    in_place = normalizes_keys(l2norm, dtype)
     tokens, chunks, H, HV, segments, rows = (T.dynamic(n) for n in ("tokens", "chunks", "H", "HV", "segments", "rows"))
     key_chunks = chunks if l2norm else T.dynamic("key_chunks")
     kt, kh, vt, vh = (T.dynamic(n) for n in ("k_token", "k_head", "v_token", "v_head"))
@@ -67,7 +68,8 @@ def build_summary(spec: KernelSpec):
             k_tile = T.alloc_shared((STAGES, C, K), dtype)
             v_tile = T.alloc_shared((STAGES, C, V), dtype)
             t_tile = T.alloc_shared((STAGES, C, C), dtype)
-            gate, k_scale, grow, fade, keep = alloc_gates(STAGES)
+            gates = alloc_gates(STAGES)
+            gate, k_scale, grow, fade, keep = gates
             accumulators, operands = alloc_recurrence(V, K, C, 2, dtype)
             state_sum, recalled_sum, value_sum = accumulators
             state_operand, recalled_operand, faded_operand = operands
@@ -158,6 +160,8 @@ def build_summary(spec: KernelSpec):
                     phase = T.alloc_var("int32", init=1)
                     for _ in T.serial(count):
                         T.mbarrier_wait_parity(free[slot], phase)
+                        if in_place:
+                            T.fence_proxy_async()  # others wrote there, as ordinary threads
                         T.tma_copy(decay[chunk, head, 0:C], gate[slot, :], barrier=full[slot])
                         if l2norm:
                             T.tma_copy(key_scale[chunk, key_head, 0:C], k_scale[slot, :], barrier=full[slot])
@@ -197,12 +201,7 @@ def build_summary(spec: KernelSpec):
                     length = length - first * C
                     for _ in T.serial(count):
                         T.mbarrier_wait_parity(full[slot], phase)
-                        spread_gate(gate, k_scale, grow, fade, keep, slot, row, l2norm)
-                        if length < C:
-                            clear_tail(k_tile, slot, length, row, HELPERS, K, dtype)
-                            if corrected == 0:
-                                clear_tail(v_tile, slot, length, row, HELPERS, V, dtype)
-                            T.fence_proxy_async()
+                        prepare(gates, k_tile, v_tile, slot, length, row, l2norm, corrected == 0)
                         T.mbarrier_arrive(ready[slot])
                         length = length - C
                         slot = slot + 1

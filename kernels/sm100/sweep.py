@@ -37,7 +37,7 @@ from flashqla_cp.kernels.blocks.outlets import (
     send_block,
     send_rows,
 )
-from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, scale_queries
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, normalize_keys, scale_queries
 from flashqla_cp.kernels.blocks.tcgen05_scores import alloc_scored, finish_scores, start_scores
 from flashqla_cp.kernels.blocks.tensor_memory import alloc_recurrence, give, hand_over, take
 from flashqla_cp.kernels.chunks import CHUNK as C
@@ -163,6 +163,7 @@ def _recurrence(spec: KernelSpec, outputs: bool):
                     clear_tail(x.q, slot, length, row, SCORERS, K, dtype)
                     clear_tail(do_tile, slot, length, row, SCORERS, V, dtype)
                     T.fence_proxy_async()
+                normalize_keys(x, slot, length, row, l2norm)
                 start_scores(x, slot, i % 2, row, scale, l2norm)
                 finish_scores(x, slot, i % 2, scores, scores16)
                 # The scores are made: Q takes in what the state's gradient wants of it.

@@ -20,7 +20,7 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, score
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, normalize_keys, score
 from flashqla_cp.kernels.blocks.segments import CHAIN, COLUMNS, END, ENTRY, LAST, START
 from flashqla_cp.kernels.blocks.segments import CHUNK as FIRST_CHUNK
 from flashqla_cp.kernels.blocks.stores import store_tokens, transposed_accumulator
@@ -199,6 +199,7 @@ def build_forward(spec: KernelSpec):
                         clear_tail(v_tile, slot, length, row, SCORERS, V, dtype)
                         T.fence_proxy_async()
                         T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
+                    normalize_keys(x, slot, length, row, l2norm)
                     score(x, p_tile, slot, slot, i % 2, row, scale, l2norm)
                     T.fence_proxy_async()
                     T.mbarrier_arrive(ready[slot])

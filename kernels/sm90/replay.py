@@ -13,8 +13,7 @@ import tilelang.language as T
 from tilelang.layout import make_full_bank_swizzled_layout
 
 from flashqla_cp.kernels.blocks import segments as column
-from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import spread_gate
+from flashqla_cp.kernels.blocks.prepare import prepare
 from flashqla_cp.kernels.blocks.stores import (
     accumulator_panel,
     alloc_panels,
@@ -70,6 +69,7 @@ def build_replay(spec: KernelSpec):
             keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
             gate = T.alloc_shared((STAGES, C), f32)
             k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
+            gates = (gate, k_scale, grow, fade, keep)
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([C] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
@@ -170,11 +170,7 @@ def build_replay(spec: KernelSpec):
                     for i in T.serial(count):
                         length = T.alloc_var("int32", init=end - begin - i * C)
                         T.mbarrier_wait_parity(full[slot], phase)
-                        spread_gate(gate, k_scale, grow, fade, keep, slot, row - WARP, l2norm)
-                        if length < C:
-                            clear_tail(k_tile, slot, length, row - WARP, C, K, dtype)
-                            clear_tail(v_tile, slot, length, row - WARP, C, V, dtype)
-                            T.fence_proxy_async()
+                        prepare(gates, k_tile, v_tile, slot, length, row - WARP, l2norm, True)
                         T.mbarrier_arrive(ready[slot])
                         slot = slot + 1
                         if slot == STAGES:

@@ -15,8 +15,8 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
-from flashqla_cp.kernels.blocks.chunk_io import clear_tail
-from flashqla_cp.kernels.blocks.gates import remembered, spread_gate
+from flashqla_cp.kernels.blocks.gates import remembered
+from flashqla_cp.kernels.blocks.prepare import prepare
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.kernels.spec import KernelSpec
 from flashqla_cp.kernels.tuning import summary_config
@@ -107,6 +107,7 @@ def build_summary(spec: KernelSpec):
             gate = T.alloc_shared((STAGES, C), f32)
             keep = T.alloc_shared((STAGES,), f32)  # exp(Gc)
             k_scale = T.alloc_shared((STAGES, C), f32)  # 1 / |k|, with l2norm
+            gates = (gate, k_scale, grow, fade, keep)
             full = T.alloc_barrier([WARP] * STAGES)
             ready = T.alloc_barrier([C] * STAGES)
             free = T.alloc_barrier([WORKERS] * STAGES)
@@ -176,12 +177,7 @@ def build_summary(spec: KernelSpec):
                             for i in T.serial(count - first):
                                 length = T.alloc_var("int32", init=end - begin - (first + i) * C)
                                 T.mbarrier_wait_parity(full[slot], phase)
-                                spread_gate(gate, k_scale, grow, fade, keep, slot, row - WARP, l2norm)
-                                if length < C:
-                                    clear_tail(k_tile, slot, length, row - WARP, C, K, dtype)
-                                    if corrected == 0:
-                                        clear_tail(v_tile, slot, length, row - WARP, C, V, dtype)
-                                    T.fence_proxy_async()
+                                prepare(gates, k_tile, v_tile, slot, length, row - WARP, l2norm, corrected == 0)
                                 T.mbarrier_arrive(ready[slot])
                                 slot = slot + 1
                                 if slot == STAGES:

@@ -26,7 +26,7 @@ from tilelang.layout import make_full_bank_swizzled_layout
 from flashqla_cp.kernels.blocks import segments as column
 from flashqla_cp.kernels.blocks.chunk_io import clear_tail
 from flashqla_cp.kernels.blocks.gates import remembered
-from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, scale_queries, score
+from flashqla_cp.kernels.blocks.scores import BARRIER, SCORERS, Scored, normalize_keys, scale_queries, score
 from flashqla_cp.kernels.blocks.stores import (
     accumulator_panel,
     alloc_panels,
@@ -174,6 +174,7 @@ def _build(spec: KernelSpec, *, stores: bool):
                 clear_tail(x.o_tile, slot, length, row, SCORERS, V, dtype)
                 T.fence_proxy_async()
                 T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)
+            normalize_keys(x, slot, length, row, l2norm)
             T.mbarrier_wait_parity(x.scored[i % SCORED], (i // SCORED) % 2 ^ 1)
             score(x, x.p_tile, slot, i % SCORED, i % 2, row, scale, l2norm)
             T.sync_threads(barrier_id=BARRIER, arrive_count=SCORERS)

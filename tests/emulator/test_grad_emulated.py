@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from grad_cases import expected_of, finely, gradients_of, hold
-from test_op_emulated import OFFSETS, SCHEDULES, emulation, everything, inputs_of
+from test_op_emulated import LENGTHS, OFFSETS, SCHEDULES, emulation, everything, inputs_of, keys_of_any_length
 
 # The kernels of the backward that are there.
 ARCHES = ("sm_90a",)
@@ -62,6 +62,22 @@ def test_extreme_gates(arch, fill):
 @pytest.mark.parametrize("arch", ARCHES)
 def test_head_sizes_ratios_and_dtypes(arch, dim, heads, ratio, dtype):
     check(arch, **everything(dim, heads, ratio, dtype=dtype), schedule="random")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("arch", ("sm_90a", "sm_100a"))
+def test_keys_of_any_length(arch, dtype):
+    case = keys_of_any_length(everything(64, 1, 1, dtype=dtype))
+    with finely(), emulation(arch, schedule="random"):
+        options = {"cu_seqlens": torch.tensor(OFFSETS), "use_qk_l2norm_in_kernel": True}
+        found = gradients_of(case["tensors"], case["initial"], **options)
+    expected = expected_of(case["tensors"], case["initial"], OFFSETS, True)
+    if dtype == torch.float16:  # the gradients of keys that all but vanish are above its largest number
+        ordinary = LENGTHS[torch.arange(found["k"].shape[1]) % len(LENGTHS)] >= 1
+        assert expected["k"][:, ~ordinary].abs().max() > torch.finfo(dtype).max
+        found["k"], expected["k"] = found["k"][:, ordinary], expected["k"][:, ordinary]
+    hold(found, expected)
 
 
 @pytest.mark.slow

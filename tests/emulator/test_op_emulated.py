@@ -82,6 +82,7 @@ def compare(arch, tensors, offsets=None, initial=None, l2norm=False, **how):
 ARCHES = ("sm_90a", "sm_100a")
 SCHEDULES = (("eager", 1), ("lazy", 1), ("random", 1), ("random", 2), ("random", 3))
 BAR = 5e-3
+LENGTHS = torch.tensor([0.0, 1.0, 1.0, 1e-5, 1.0, 4e3, 1.0])
 # Tails, an empty document, one shorter than a chunk, one cut into segments, and padding behind.
 OFFSETS = [0, 150, 150, 171, 570]
 TOKENS = 600
@@ -92,6 +93,13 @@ def everything(dim=128, heads=1, ratio=2, gates="weak", dtype=torch.bfloat16):
     q, k, v, g, beta = inputs_of(TOKENS, heads, heads * ratio, dim, gates, dtype)
     initial = torch.randn(len(OFFSETS) - 1, heads * ratio, dim, dim, generator=torch.Generator().manual_seed(1))
     return {"tensors": (q * 0.3, k * 2.5, v, g, beta), "offsets": OFFSETS, "initial": initial, "l2norm": True}
+
+
+def keys_of_any_length(case):
+    """The keyword arguments with large values and with LENGTHS times the keys, over and over."""
+    q, k, v, g, beta = case["tensors"]
+    lengths = LENGTHS[torch.arange(k.shape[1]) % len(LENGTHS)]
+    return case | {"tensors": (q, k * lengths[:, None, None].to(k.dtype), v * 60, g, beta), "l2norm": True}
 
 
 def hold(errors):
@@ -173,6 +181,18 @@ def test_one_process_without_cuts_has_no_maps(arch):
     assert {"summary", "affine_chain"} <= stages
     for spec, report in launched:
         assert not spec.has("final_correction") and "final_correction" not in report.source
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_keys_of_any_length_in_half_precision(arch):
+    hold(compare(arch, **keys_of_any_length({"tensors": inputs_of(100, 1, 1, 64, "weak", torch.float16)})))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("arch", ARCHES)
+def test_keys_of_any_length_in_every_kernel(arch, dtype):
+    hold(compare(arch, **keys_of_any_length(everything(64, 1, 1, dtype=dtype)), schedule="random"))
 
 
 @pytest.mark.slow
