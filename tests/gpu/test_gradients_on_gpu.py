@@ -87,6 +87,14 @@ def test_states_norms_and_dtypes(dtype):
     check(tensors, [0, 650, 650, 700], final=True, use_qk_l2norm_in_kernel=True)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_long_keys_beside_large_values(dtype):
+    tensors = draw(700, 2, 4, 128, "weak", dtype)
+    tensors["k"][:, 5::7] *= 1e4
+    tensors["v"] *= 60
+    check(tensors, [0, 650, 650, 700], use_qk_l2norm_in_kernel=True)
+
+
 @pytest.mark.parametrize("gates", ("weak", "mixed"))
 def test_long_documents_that_are_cut_inside_the_card_and_in_slabs(gates):
     check(draw(6000, 1, 2, 128, gates), final=True)

@@ -73,6 +73,16 @@ def test_states_norms_and_dtypes(dtype):
     check(tensors, [0, 650, 650, 700], initial_state=initial, use_qk_l2norm_in_kernel=True)
 
 
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_keys_of_any_length_beside_large_values(dtype):
+    q, k, v, g, beta = draw(700, 2, 4, 128, "weak", dtype)
+    k = k.clone()
+    k[:, ::7] = 0
+    k[:, 3::7] *= 1e-5
+    k[:, 5::7] *= 1e4
+    check((q, k, v * 60, g, beta), [0, 650, 650, 700], use_qk_l2norm_in_kernel=True)
+
+
 def test_batches_and_long_documents_that_are_cut_inside_the_card():
     check(draw(6000, 1, 2, 128, "weak"))
     q, k, v, g, beta = draw(1200, 1, 2, 64)
