@@ -137,7 +137,8 @@ def run(source: Path, target: Path | None) -> int:
         report = json.loads(source.read_text())
         found = summary(report)
     except (OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"--costs: got {str(source)!r}, expected a file that --nproc wrote ({error})") from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise ValueError(f"--costs: got {str(source)!r}, expected a file that --nproc wrote: {reason}") from error
     print(format_summary(found))
     if target is not None:
         target.write_text(json.dumps(found, indent=1) + "\n")

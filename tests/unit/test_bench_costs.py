@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from flashqla_cp.cli import bench_costs
+from flashqla_cp.cli.main import main
 
 TERMS = dict(zip(bench_costs.TERMS, (12.0, 1.5, 4.0, 0.75), strict=True))
 
@@ -68,3 +70,10 @@ def test_the_report_says_what_was_measured_and_what_auto_does() -> None:
     assert f"{found['heads'][1]['crossover']} ranks" in text and "gathers up to 4 ranks" in text
     with pytest.raises(ValueError, match="expected at least 4"):
         bench_costs.summary(report | {"rows": report["rows"][:1]})
+
+
+def test_a_report_of_another_kind_is_refused_by_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "bench.json"
+    source.write_text("{}")
+    assert main(["bench", "--costs", str(source)]) == 2
+    assert "expected a file that --nproc wrote: it has no '" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from flashqla_cp.testing.parity import Score, run_whole, score
 def test_agreement_is_printed_and_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--nproc", "2", "--backend", "gloo", "--layout", "zigzag", "--exchange", "sharded"]) == 0
     text = capsys.readouterr().out
-    assert "2 ranks, gloo, float64" in text and "zigzag, sharded" in text
+    assert "2 ranks, gloo, float64, torch backend on cpu" in text and "zigzag, sharded" in text
     for row in ("op     o ", "op     dbeta ", "conv   dweight ", "layer  dhidden_states ", "layer  dA_log "):
         assert text.count(row) == 2  # against one rank and against the oracle
     assert text.count("1e-10") == 42 and "every error is within its bar" in text
