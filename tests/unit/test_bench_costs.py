@@ -72,7 +72,7 @@ def test_the_report_says_what_was_measured_and_what_auto_does() -> None:
         bench_costs.summary(report | {"rows": report["rows"][:1]})
 
 
-def test_a_report_of_another_kind_is_refused_by_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_is_refused_by_what_it_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = tmp_path / "bench.json"
     source.write_text("{}")
     assert main(["bench", "--costs", str(source)]) == 2
