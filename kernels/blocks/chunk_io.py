@@ -37,6 +37,20 @@ def normalize_rows(tile, factor, slot, length, thread, threads):
 
 
 @T.macro
+def scale_row(tile, row, exists, factor):
+    """tile[row] of [rows, columns] times a factor, if it exists, by one thread; fences as for clear_tail."""
+    part = T.alloc_local((8,), tile.dtype)
+    if exists:
+        for j in T.serial(tile.shape[1] // 8):
+            for e in T.vectorized(8):
+                part[e] = tile[row, j * 8 + e]
+            for e in T.unroll(8):
+                part[e] = T.cast(T.cast(part[e], "float32") * factor, tile.dtype)
+            for e in T.vectorized(8):
+                tile[row, j * 8 + e] = part[e]
+
+
+@T.macro
 def clear_rows(tile, offset, length, thread, threads):
     """Zero rows offset + length to offset + CHUNK of tile [rows, columns], by 8 elements; fences as for clear_tail."""
     words = tile.shape[1] // 8

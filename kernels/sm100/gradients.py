@@ -15,8 +15,7 @@ and once for the group, with the sums of Da and Db over it:
     [dk]    [ Da^T   Db + Db^T   ] [K]
 
 Rows of dq and of dk are computed together, 128 of them. With l2norm Q and K are divided by their norms, of which the
-tiles know nothing: the factors are taken in elsewhere, and dq, dk are projected at the end. In fp16, whose range such
-factors leave, rows are brought to length 1 in their tile instead.
+tiles know nothing (but in fp16, whose range they leave): they are taken in elsewhere; dq, dk are projected at the end.
 
 Roles of a block, which takes every `blocks`-th pair of a chunk and a key head:
 
@@ -31,7 +30,7 @@ Letters: C chunk, K key dim, V value dim, H key heads, HV value heads.
 
 import tilelang.language as T
 
-from flashqla_cp.kernels.blocks.chunk_io import clear_rows
+from flashqla_cp.kernels.blocks.chunk_io import clear_rows, scale_row
 from flashqla_cp.kernels.blocks.gates import LEAST_STRENGTH, normalizes_keys
 from flashqla_cp.kernels.blocks.mma import issue
 from flashqla_cp.kernels.blocks.scores import L2_EPS
@@ -276,14 +275,7 @@ def build_gradients(spec: KernelSpec):
                                         square = square + T.cast(word[e], f32) * T.cast(word[e], f32)
                             norm[row] = T.rsqrt(square + L2_EPS)
                             if in_place:
-                                if row % C < length:
-                                    for j in T.serial(K // 8):
-                                        for e in T.vectorized(8):
-                                            word[e] = keys[row, j * 8 + e]
-                                        for e in T.unroll(8):
-                                            word[e] = T.cast(T.cast(word[e], f32) * norm[row], dtype)
-                                        for e in T.vectorized(8):
-                                            keys[row, j * 8 + e] = word[e]
+                                scale_row(keys, row, row % C < length, norm[row])
                                 T.fence_proxy_async()
                             T.mbarrier_arrive(normed)
                             T.sync_threads(barrier_id=READERS_BARRIER, arrive_count=READERS)
@@ -336,9 +328,8 @@ def build_gradients(spec: KernelSpec):
                                 for a, b in T.Parallel(2 * C, PART):
                                     sums[a, b] = total[a, b] * T.cast(key16[a, b], f32)
                                 T.reduce_sum(sums, read_dot, dim=1, clear=False)
-                            if folds:
-                                for a in T.Parallel(2 * C):
-                                    read_dot[a] = read_dot[a] * own[a] * own[a]
+                            for a in T.Parallel(2 * C):
+                                read_dot[a] = read_dot[a] * (own[a] * own[a] if folds else 1.0)
                         for part in T.serial(K // PART):
                             T.copy(total_sum[:, part * PART : part * PART + PART], total)
                             if l2norm:
@@ -381,6 +372,8 @@ def build_gradients(spec: KernelSpec):
                             if length < C:
                                 clear_rows(keys, 0, length, lane, WARP)
                                 clear_rows(keys, C, length, lane, WARP)
+                            if in_place:
+                                take(normed, 0, turn % 2)
                             for head in T.serial(ratio):
                                 take(full_rows, step % 2, step // 2 % 2)
                                 if length < C:
@@ -390,8 +383,6 @@ def build_gradients(spec: KernelSpec):
                                     T.sync_warp()
                                 take(given, PAIRS, step % 2 ^ 1)
                                 if head == 0:
-                                    if in_place:
-                                        take(normed, 0, turn % 2)
                                     issue(keys, keys[C : 2 * C, :], similar_sum, None)
                                 issue(rows[0 : 2 * C, :], rows[3 * C : 4 * C, :], pair_sum, done[PAIRED])
                                 take(full_states, 0, step % 2)
