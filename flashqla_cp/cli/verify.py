@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from flashqla_cp.cli.verify_layer import CONV_TAPS, functional, layer_oracle, layer_problem
 from flashqla_cp.conv import causal_conv1d
-from flashqla_cp.kernels.backend import explain, select
+from flashqla_cp.kernels.backend import select
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.context import build_cp_context
@@ -134,7 +134,8 @@ def run(args: argparse.Namespace) -> int:
         with _launched_ranks(backend):
             reports = verify_on_this_rank(dist.get_rank(), request)
     if speaks:
-        runs = f"{_op_backend(request)} backend on {request.device_type}"
+        kernels = select(request.op_backend, torch.device(request.device_type), needs_grad=True)
+        runs = f"{'torch' if kernels is None else 'tilelang'} backend on {request.device_type}"
         print(f"flashqla-cp verify: {nproc} ranks, {backend}, {args.dtype}, {runs}, case {request.cases[0].id}")
         print(format_all(reports, args.dtype) if args.all else format_report(reports[0], args.dtype))
     return 1 if any(faults(report, args.dtype) for report in reports) else 0
@@ -242,14 +243,6 @@ def _check_options(args: argparse.Namespace, local_ranks: int, request: Request)
         count = torch.cuda.device_count()
         raise ValueError(f"--backend: got nccl with {count} GPU(s) for {local_ranks} rank(s), expected one for each")
     select(request.op_backend, torch.device(request.device_type), needs_grad=True)
-
-
-def _op_backend(request: Request) -> str:
-    """The backend of the op that ran, by name."""
-    if request.op_backend != "auto":
-        return request.op_backend
-    on_gpu = request.device_type == "cuda"
-    return explain(request.device_type, torch.cuda.get_device_capability() if on_gpu else None)[0]
 
 
 def _chosen_cases(args: argparse.Namespace) -> tuple[Case, ...]:

@@ -329,7 +329,7 @@ def build_gradients(spec: KernelSpec):
                                     sums[a, b] = total[a, b] * T.cast(key16[a, b], f32)
                                 T.reduce_sum(sums, read_dot, dim=1, clear=False)
                             for a in T.Parallel(2 * C):
-                                read_dot[a] = read_dot[a] * (own[a] * own[a] if folds else 1.0)
+                                read_dot[a] = read_dot[a] * own[a] * own[a] if folds else read_dot[a]
                         for part in T.serial(K // PART):
                             T.copy(total_sum[:, part * PART : part * PART + PART], total)
                             if l2norm:
