@@ -17,7 +17,7 @@ if [ "$#" = 0 ]; then
 fi
 for release in "${RELEASES[@]}"; do
     case "${release%%==*}" in
-        -h | --help) sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+        -h | --help) show_help ;;
         transformers | megatron-core) ;;
         *) die "no tests for '$release'; expected transformers or megatron-core, with ==VERSION or without" ;;
     esac

@@ -45,7 +45,7 @@ while [ "$#" -gt 0 ]; do
         --out) OUT="${2:-}" && shift ;;
         --quick) QUICK=1 ;;
         --shared-gpu) SHARED=1 ;;
-        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+        -h | --help) show_help ;;
         *) die "unknown argument '$1'; --help lists what there is" ;;
     esac
     shift

@@ -114,11 +114,17 @@ class Report:
         if rows:
             last = rows[-LAST_STEPS:]
             mean = sum(row["loss"] for row in last) / len(last)
-            print(f"loss: {rows[0]['loss']:.4f} at step {rows[0]['step']}, {mean:.4f} over the last {len(last)} steps")
+            print(
+                f"loss: {rows[0]['loss']:.4f} at step {rows[0]['step']}, {mean:.4f} over the last {_steps(len(last))}"
+            )
         measured = self._seconds[WARM_UP_STEPS:] or self._seconds
         if measured:
             rate = self.tokens_per_step * len(measured) / sum(measured)
-            print(f"throughput: {rate:,.0f} tokens/s over {len(measured)} steps of {self.tokens_per_step:,} tokens")
+            print(f"throughput: {rate:,.0f} tokens/s over {_steps(len(measured))} of {self.tokens_per_step:,} tokens")
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:

@@ -15,9 +15,9 @@ from flashqla_cp.launch.packing import PackedDocuments, find_documents
 from flashqla_cp.launch.ranks import choose_device, default_head_dim, world_size
 from flashqla_cp.launch.report import require_plotting
 from flashqla_cp.launch.step import Sharding, autocast_dtype
+from flashqla_cp.parallel.exchange.choose import EXCHANGES
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document")
-EXCHANGES = ("auto", "allgather", "sharded", "hierarchical", "headwise")
 LARGEST = 2**63 - 1  # integer that torch takes
 WIDEST = 2**31 - 1  # row of a matrix whose size still is such an integer
 

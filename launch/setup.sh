@@ -1,5 +1,6 @@
-# Sourced by test.sh and quickstart.sh, not run by itself: one virtual environment in .venv for both.
+# Sourced by the scripts of this folder, not run by itself: one virtual environment in .venv for all of them.
 #
+# show_help                 ends the script that was started, after printing the comment that it begins with
 # setup_environment EXTRA   installs the project with that extra, or does nothing if that was done before and
 #                           pyproject.toml is unchanged. Afterwards PY is the interpreter to use, and HAVE_GPU is 1 or 0.
 #
@@ -20,6 +21,11 @@ say() { printf '== %s\n' "$*"; }
 die() {
     printf '== error: %s\n' "$*" >&2
     exit 2
+}
+
+show_help() {
+    awk 'NR == 1 { next } /^#/ { sub(/^# ?/, ""); print; next } { exit }' "$0"
+    exit 0
 }
 
 find_gpu() {

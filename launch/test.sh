@@ -15,7 +15,7 @@ for argument in "$@"; do
         --full) FULL=1 ;;
         --gpu) GPU=1 ;;
         --no-gpu) GPU=0 ;;
-        -h | --help) sed -n '2,6s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 0 ;;
+        -h | --help) show_help ;;
         *) die "unknown argument '$argument'; allowed: --full, --gpu, --no-gpu" ;;
     esac
 done

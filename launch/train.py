@@ -156,10 +156,12 @@ def describe(args: argparse.Namespace, prepared: Prepared, ranks: Ranks, start: 
         f"model: {num_parameters:,} parameters, {precision} on {ranks.device.type}, backend {args.backend}",
         f"ranks: {ranks.world_size} = {ranks.data_size} data x {args.cp} context, "
         f"{args.layout}, exchange {args.exchange}",
-        f"step: {args.batch_size} rows of {args.seq_len:,} bytes, {args.checkpoint} activation checkpointing",
+        f"step: {args.batch_size} rows of {args.seq_len:,} bytes, activation checkpointing: {args.checkpoint}",
     ]
     if prepared.resume is not None:
         lines.append(f"resuming after step {start} from {prepared.resume}")
+        if start >= args.steps:
+            lines.append(f"nothing left to train: --steps is {args.steps}, those before the resume included")
         saved, now = checkpoints.read_settings(prepared.resume)["curve"], settings_of(args, prepared)["curve"]
         changed = [name for name in now if saved.get(name) != now[name]]
         if changed:

@@ -39,10 +39,11 @@ except ModuleNotFoundError as error:
         raise
     raise SystemExit("flashqla_cp is not installed: run 'pip install -e .' in the repository's folder first") from None
 from flashqla_cp.integrations.refusals import need
-from flashqla_cp.kernels.backend import Sizes, select
+from flashqla_cp.kernels.backend import BACKENDS, Sizes, select
 from flashqla_cp.launch.model import NUM_BYTES, decay_groups
 from flashqla_cp.launch.packing import IGNORED_LABEL, PackedDocuments, find_documents
 from flashqla_cp.launch.ranks import Ranks, choose_device, join_ranks, world_size
+from flashqla_cp.parallel.exchange.choose import EXCHANGES
 
 CLIP = 1.0
 SIZES = Sizes(dtype=torch.float32, num_heads=2, num_v_heads=4, head_k_dim=32, head_v_dim=32)
@@ -159,17 +160,23 @@ def run(args: argparse.Namespace) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--cp", type=int, default=1, help="ranks that share a sequence")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--rows", type=int, default=4, help="sequences of a step, all ranks together")
-    parser.add_argument("--row-tokens", type=int, default=512, help="length of a sequence")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--exchange", default="auto")
-    parser.add_argument("--backend", default="auto", choices=("auto", "tilelang", "torch"))
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--cp", type=int, default=1, help="ranks that share a sequence (%(default)s)")
+    parser.add_argument("--steps", type=int, default=20, help="optimizer steps (%(default)s)")
+    parser.add_argument("--rows", type=int, default=4, help="sequences of a step, all ranks together (%(default)s)")
+    parser.add_argument(
+        "--row-tokens", type=int, default=512, help="bytes of a sequence, a multiple of 2 cp (%(default)s)"
+    )
+    parser.add_argument("--layers", type=int, default=2, help="Gated DeltaNet layers, each with an MLP (%(default)s)")
+    parser.add_argument("--hidden-size", type=int, default=128, help="width (%(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW, constant (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the documents' order (%(default)s)")
+    parser.add_argument(
+        "--exchange", choices=EXCHANGES, default="auto", help="how boundary states travel (%(default)s)"
+    )
+    parser.add_argument("--backend", default="auto", choices=BACKENDS, help="of the GDR op (%(default)s)")
+    parser.add_argument(
+        "--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if any (%(default)s)"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

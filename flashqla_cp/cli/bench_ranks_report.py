@@ -52,7 +52,11 @@ def format_tables(report: Report) -> str:
     maps = [_maps(row) for row in rows if row["kind"] == "exchange"]
     scaling = [_scaling(row) for row in rows if row["kind"] == "scaling"]
     field = [_field(row) for row in rows if row["kind"] == "op"]
-    titles = ("exchanges of maps alone", "weak scaling, exchange auto", "the op on all ranks")
+    titles = (
+        "exchanges of maps alone",
+        "weak scaling, exchange auto",
+        "the op on all ranks (of two numbers in a column: forward, backward)",
+    )
     tables = zip(titles, (MAPS, SCALING, FIELD), (maps, scaling, field), strict=True)
     return "\n\n".join("\n".join([title, *_aligned([head, *body])]) for title, head, body in tables if body)
 
@@ -131,13 +135,13 @@ def draw_plot(report: Report, path: Path) -> None:
     _draw_lines(
         scaling, [row for row in rows if row["kind"] == "scaling" and "loss" in row], "tokens", "tokens", _speed
     )
-    scaling.set(title="weak scaling", xlabel="ranks", ylabel="speed of a step, share of one device's", ylim=(0, None))
+    scaling.set(title="weak scaling", xlabel="ranks", ylabel="speed of a step, share of one device's")
+    scaling.set_ylim(0, 1.05 * scaling.get_ylim()[1])
     most = max((row["v_heads"] for row in rows if row["kind"] == "exchange"), default=0)
     alone = [row for row in rows if row["kind"] == "exchange" and row["v_heads"] == most]
     _draw_lines(maps, alone, "exchange", "", _exchange_us)
-    maps.set(
-        title=f"exchange of maps alone, {most} heads", xlabel="ranks", ylabel="us, forward + backward", ylim=(0, None)
-    )
+    maps.set(title=f"exchange of maps alone, {most} heads", xlabel="ranks", ylabel="us, forward + backward")
+    maps.set_ylim(0)
     figure.savefig(path, dpi=120)
 
 

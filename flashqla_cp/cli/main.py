@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from types import ModuleType
 
+from flashqla_cp import __version__
+
 SUBCOMMANDS = {
     "doctor": "show versions, devices, compiler and communication, and which backend would run and why",
     "verify": "run one step in parallel and compare it with one rank and with the fp64 per-token oracle",
@@ -23,6 +25,7 @@ SUBCOMMANDS = {
 def build_parser(name: str | None = None) -> argparse.ArgumentParser:
     """Return the parser of all subcommands; only the one called `name` gets its options, so only it is imported."""
     parser = argparse.ArgumentParser(prog="flashqla-cp", description="Context-parallel Gated Delta Rule layers.")
+    parser.add_argument("--version", action="version", version=f"flashqla-cp {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, text in SUBCOMMANDS.items():
         subparser = commands.add_parser(command, help=text, description=text[0].upper() + text[1:] + ".")

@@ -26,6 +26,7 @@ from flashqla_cp.kernels.backend import select
 from flashqla_cp.op import chunk_gated_delta_rule
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.context import build_cp_context
+from flashqla_cp.parallel.exchange.choose import EXCHANGES
 from flashqla_cp.testing.cases import BY_ID, CUSTOM_RANGES, VERIFY, Case
 from flashqla_cp.testing.parity import (
     TOKEN_RESULTS,
@@ -43,7 +44,6 @@ from flashqla_cp.testing.parity import (
 from flashqla_cp.testing.spawn import run_ranks
 
 LAYOUTS = ("contiguous", "zigzag", "zigzag_per_document", *CUSTOM_RANGES)
-EXCHANGES = ("auto", "allgather", "sharded", "hierarchical", "headwise")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LONGEST_TIMEOUT = 86400  # seconds
 

@@ -70,7 +70,7 @@ def _warm_up(args: argparse.Namespace) -> int:
     width = max(len(spec.label()) for spec in specs)
     print(_COLUMNS.format("kernel", "seconds", "registers", "shared", "spills", width=width))
     started = time.monotonic()
-    with tqdm(total=len(specs), unit="kernel", file=sys.stderr, dynamic_ncols=True) as bar:
+    with tqdm(total=len(specs), unit="kernel", file=sys.stderr, dynamic_ncols=True, delay=0.5) as bar:
 
         def on_done(result: BuildResult) -> None:
             bar.write(_line(result, width), file=sys.stdout)
