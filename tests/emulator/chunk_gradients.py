@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from flashqla_cp.kernels.blocks import segments as column
+from flashqla_cp.kernels.blocks.gates import normalizes_keys
 from flashqla_cp.kernels.chunks import CHUNK as C
 from flashqla_cp.testing.inputs import make_inputs
 
@@ -91,8 +92,9 @@ class Case:
         shape = (number, self.v.shape[1], self.v.shape[2], self.k.shape[2])
         return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
-    def chunk(self, n):
-        """What the formulas want of chunk n: fp64, heads first, rows past its length 0."""
+    def chunk(self, n, tiles=False):
+        """What the formulas want of chunk n: fp64, heads first, rows past its length 0. tiles: with what is lost where
+        queries and keys of length 1 lie in tiles of 16 bits."""
         start, length, _ = self.chunks[n].tolist()
 
         def rows_of(x):
@@ -102,13 +104,16 @@ class Case:
 
         q, k, v, do = map(rows_of, (self.q, self.k, self.v, self.do))
         r = [(x.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() if self.l2norm else torch.ones(()) for x in (q, k)]
+        q, k = q * r[0], k * r[1]
+        if tiles and normalizes_keys(self.l2norm, str(self.k.dtype).removeprefix("torch.")):
+            q, k = (x.to(self.k.dtype).double() for x in (q, k))
         G = self.decay[n].double() * math.log(2)
         gap = (G[:, :, None] - G[:, None, :]).masked_fill(~torch.ones(C, C, dtype=torch.bool).tril(), -torch.inf)
         return SimpleNamespace(
             rows=slice(start, start + length),
             length=length,
-            q=q * r[0],
-            k=k * r[1],
+            q=q,
+            k=k,
             r=r,
             v=v,
             do=do,
@@ -208,7 +213,7 @@ def chunks_of(x, segment):
 
 def gradients(x, n, state, value, dstate, dr, floor=2.0**-40):
     """dq, dk [C, H, K] summed over value heads, dg, dbeta [C, HV] of chunk n from S, U, dS', dR of all heads."""
-    c = x.chunk(n)
+    c = x.chunk(n, tiles=True)
     attention = c.q @ c.k.mT
     asked = x.scale * c.ratio * (c.do @ value.mT)
     both = dr @ value.mT

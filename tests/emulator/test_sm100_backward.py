@@ -289,10 +289,10 @@ def test_products_and_tensor_memory(stage, products, head_dim):
     hold_code(build(spec), config, products, most_spilled=64)
 
 
-@pytest.mark.parametrize("stage", CHECKS)
-def test_clean_and_right_at_random(stage):
+@pytest.mark.parametrize(("stage", "dtype"), [*((stage, B) for stage in CHECKS), ("gradients", F)])
+def test_clean_and_right_at_random(stage, dtype):
     options = {"sigmoid": True, "double": True} if stage == "gradients" else {}
-    CHECKS[stage](plain.make_case(**QUICK), schedule="random", **options)
+    CHECKS[stage](plain.make_case(**QUICK | {"dtype": dtype}), schedule="random", **options)
 
 
 def test_maps_start_behind_the_chunks_that_they_need():
