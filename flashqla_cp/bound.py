@@ -10,6 +10,7 @@ import torch
 
 from flashqla_cp import fused_grad
 from flashqla_cp.autograd import GatedDeltaRule
+from flashqla_cp.chains import offsets_of_stream
 from flashqla_cp.checks import (
     as_parameter,
     as_tensor,
@@ -156,7 +157,8 @@ def _run_prepared(bound: Bound) -> tuple[torch.Tensor, torch.Tensor | None]:
     if call.kernels is None:
         run = functools.partial(_on_torch, call, dtype)
     else:
-        run = functools.partial(_on_kernels, call, offsets)
+        assert context is not None, "kernels take everything else"
+        run = functools.partial(_on_kernels, call, offsets_of_stream(context, q.device))
     if context is not None and context.headwise is not None:
         o, final_state = _run_headwise(context, context.headwise, tensors, state, run)
     else:
@@ -183,7 +185,7 @@ def _on_torch(
 
 def _on_kernels(
     call: Call,
-    offsets: Sequence[int],
+    offsets: Sequence[int] | torch.Tensor,
     program: Program,
     tensors: Sequence[torch.Tensor],
     state: torch.Tensor | None,
@@ -221,12 +223,12 @@ def _run_headwise(
     keys, values = headwise.owned_heads(tensors[0].shape[1], tensors[2].shape[1])
     moved, rows, heads = list(tensors), [headwise.tokens] * 5, [keys, keys, values, values, values]
     if state is not None:
-        own = torch.tensor(plan.entry_documents(context.rank), dtype=torch.int64, device=device)
+        own = headwise.entry_rows.own(context.rank, device)
         moved, rows, heads = [*moved, state.index_select(0, own)], [*rows, headwise.entry_rows], [*heads, values]
     arrived = headwise.to_heads(moved, rows, heads)
     local, state = arrived[:5], arrived[5] if state is not None else None
     if values[context.rank]:
-        o, final_state = run(Program.of_documents(plan.cu_seqlens, plan.num_tokens, device), local, state)
+        o, final_state = run(Program.of_stream(context, device), local, state)
     else:
         # No head is left for this rank; it still takes part in every collective, in backward too: what is empty here
         # stays a part of the graph.
@@ -235,5 +237,5 @@ def _run_headwise(
         final_state = o.reshape(empty).to(local[3].dtype) if state is None else state
     results, rows = [o.to(dtype), final_state], [headwise.tokens, headwise.exit_rows]
     o, ends = headwise.to_rows(results, rows, [values, values])
-    own = torch.tensor(plan.exit_documents(context.rank), dtype=torch.int64, device=device)
+    own = headwise.exit_rows.own(context.rank, device)
     return o, ends.new_zeros(plan.num_documents, *ends.shape[1:]).index_copy(0, own, ends)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps, Solved
-from flashqla_cp.kernels.host.tables import Tables, stream_of, to_device
+from flashqla_cp.kernels.host.tables import Tables, to_device
 from flashqla_cp.parallel.context import CPContext
 from flashqla_cp.program import Program
 
@@ -39,6 +39,14 @@ def documents_of(offsets: Sequence[int] | torch.Tensor, batch: int, length: int,
             "pass them on the GPU, without cu_seqlens_cpu"
         )
     return Documents(num_documents=count, length=length, offsets=to_device(offsets, device))
+
+
+def offsets_of_stream(context: CPContext, device: torch.device) -> Sequence[int] | torch.Tensor:
+    """Those of a context's whole stream: kept on the device, but for one document, of which the length says all."""
+    offsets, num_tokens = context.plan.cu_seqlens, context.plan.num_tokens
+    if list(offsets) == [0, num_tokens]:
+        return offsets
+    return context.kept(("offsets",), device, lambda: to_device(offsets, device))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,12 +97,9 @@ class Local:
     late: Tables
 
     @classmethod
-    @torch.inference_mode(False)
     def of(cls, context: CPContext, x: Inputs, processors: int, trains: bool) -> Local:
-        key = ("fused", x.q.device, stream_of(x.q.device), x.v.shape[1], x.arch.name, trains)
-        if key not in context.memo:
-            context.memo[key] = cls._build(context, x, processors, trains)
-        return context.memo[key]
+        name = ("fused", x.v.shape[1], x.arch.name, trains)
+        return context.kept(name, x.q.device, lambda: cls._build(context, x, processors, trains))
 
     @classmethod
     def _build(cls, context: CPContext, x: Inputs, processors: int, trains: bool) -> Local:

@@ -227,29 +227,19 @@ def _document_table(offsets: Sequence[int], num_tokens: int, width: int, device:
     return ConvTable.of(offsets[:-1], lengths, num_tokens, nothing, 0, device)
 
 
-@torch.inference_mode(False)
 def _context_table(context: CPContext, width: int, device: torch.device) -> ConvTable:
-    key = ("conv", width, device)
-    if key not in context.memo:
+    def make() -> ConvTable:
         own, halo = context.plan.fragments.owned_by(context.rank), context.halo(width)
-        context.memo[key] = ConvTable.of(
-            own.offset.tolist(),
-            own.length.tolist(),
-            context.local_tokens,
-            halo.sources,
-            sum(halo.receive_counts),
-            device,
-        )
-    return context.memo[key]
+        starts, lengths = own.offset.tolist(), own.length.tolist()
+        return ConvTable.of(starts, lengths, context.local_tokens, halo.sources, sum(halo.receive_counts), device)
+
+    return context.kept(("conv", width), device, make)
 
 
-@torch.inference_mode(False)
 def _context_places(context: CPContext, width: int, device: torch.device) -> Places:
-    key = ("conv places", width, device)
-    if key not in context.memo:
+    def make() -> Places:
         own, halo = context.plan.fragments.owned_by(context.rank), context.halo(width)
         arrived = sum(halo.receive_counts)
-        context.memo[key] = kernels.places_of_fragments(
-            own.offset, own.length, context.local_tokens, halo.sources, arrived, device
-        )
-    return context.memo[key]
+        return kernels.places_of_fragments(own.offset, own.length, context.local_tokens, halo.sources, arrived, device)
+
+    return context.kept(("conv places", width), device, make)

@@ -6,6 +6,7 @@ fragment of one with it. Built on the host from offsets, once per context; witho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -77,13 +78,17 @@ class Program:
         )
 
     @classmethod
-    @torch.inference_mode(False)
     def of_context(cls, context: CPContext, device: torch.device) -> Program:
         """The fragments that this rank holds, in slot order; kept in the context."""
-        key = ("program", device)
-        if key not in context.memo:
-            context.memo[key] = cls._of_fragments(context, context.plan.fragments.owned_by(context.rank), device)
-        return context.memo[key]
+        own = context.plan.fragments.owned_by
+        return context.kept(("program",), device, lambda: cls._of_fragments(context, own(context.rank), device))
+
+    @classmethod
+    def of_stream(cls, context: CPContext, device: torch.device) -> Program:
+        """The documents of a context's whole stream, as if this process held all of it; kept in the context."""
+        plan = context.plan
+        make = functools.partial(cls.of_documents, plan.cu_seqlens, plan.num_tokens, device)
+        return context.kept(("whole program",), device, make)
 
     @classmethod
     def _of_fragments(cls, context: CPContext, own: Fragments, device: torch.device) -> Program:

@@ -6,8 +6,8 @@ import copy
 import itertools
 import operator
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from flashqla_cp.parallel.halo import Halo
 from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.parallel.plan import ShardPlan, offsets_to_read, read_offsets
 from flashqla_cp.parallel.plan_check import check_plans
+
+Made = TypeVar("Made")
 
 
 def build_cp_context(
@@ -123,6 +125,29 @@ class CPContext:
         if key not in self.memo:
             self.memo[key] = Halo.of(self.plan, self.comm, kernel_size)
         return self.memo[key]
+
+    @torch.inference_mode(False)
+    def kept(self, name: tuple[Any, ...], device: torch.device, make: Callable[[], Made]) -> Made:
+        """What `make` puts on a device, made once for this context and each stream that uses it: nothing else orders
+        another stream behind the work that fills it. In the capture of a CUDA graph, which is no place to make it, any
+        stream's: whoever captures has waited for the calls before, and keeps the context as long as the graph.
+
+        Raises RuntimeError: it is wanted for the first time in a capture.
+        """
+        on_gpu = device.type == "cuda"
+        made = self.memo.setdefault((*name, device), {})
+        stream = torch.cuda.current_stream(device).cuda_stream if on_gpu else 0
+        if stream in made:
+            return made[stream]
+        if on_gpu and torch.cuda.is_current_stream_capturing():
+            if not made:
+                raise RuntimeError(
+                    "cp_context: this call is its first of the kind, and in the capture of a CUDA graph; make the same "
+                    "call once before the capture, and keep the context as long as the graph"
+                )
+            return next(reversed(made.values()))
+        made[stream] = make()
+        return made[stream]
 
     def shard(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The rows of this rank. x [.., num_tokens, ..] -> [.., local_tokens, ..]; differentiable, no communication.

@@ -17,9 +17,9 @@ from flashqla_cp.parallel.exchange.sharded import head_counts
 from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.parallel.plan import ShardPlan
 
-HeadTable = tuple[list[int], list[int]]
 Tensors = tuple[torch.Tensor, ...]
 Deal = Sequence[Sequence[int]]
+Round = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +35,32 @@ class RowTable:
         """(joined row of each stream position, stream position of each joined row)."""
         if device not in self._prepared:
             self._prepared[device] = (self.position.argsort().to(device), self.position.to(device))
+        return self._prepared[device]
+
+    def own(self, rank: int, device: torch.device) -> torch.Tensor:
+        """Stream positions of the rows of a rank."""
+        return self.on(device)[1][sum(self.counts[:rank]) :][: self.counts[rank]]
+
+
+@dataclass(slots=True, eq=False)
+class HeadTable:
+    """Heads in the order in which they are sent, owner by owner, and how many go to each."""
+
+    order: tuple[int, ...]
+    counts: tuple[int, ...]
+    _prepared: dict[torch.device, tuple[torch.Tensor, list[Round]]] = field(default_factory=dict)
+
+    @torch.inference_mode(False)
+    def on(self, device: torch.device) -> tuple[torch.Tensor, list[Round]]:
+        """The order, and the rounds of (place in it, head) in which copies of a head are added up, one a round."""
+        if device not in self._prepared:
+            order = torch.tensor(self.order, dtype=torch.int64)
+            copies = torch.tensor([self.order[:place].count(head) for place, head in enumerate(self.order)])
+            places = [
+                (copies == copy).nonzero().flatten() for copy in range(int(copies.max()) + 1 if len(copies) else 0)
+            ]
+            rounds = [(place.to(device), order[place].to(device)) for place in places]
+            self._prepared[device] = (order.to(device), rounds)
         return self._prepared[device]
 
 
@@ -58,6 +84,7 @@ class Headwise:
 
     def __init__(self, plan: ShardPlan, comm: Comm):
         self.comm, self.tokens = comm, token_rows(plan)
+        self._tables: dict[tuple[tuple[int, ...], ...], HeadTable] = {}
         ranks = range(plan.world_size)
         self.entry_rows = _document_rows([plan.entry_documents(rank) for rank in ranks])
         self.exit_rows = _document_rows([plan.exit_documents(rank) for rank in ranks])
@@ -84,11 +111,17 @@ class Headwise:
 
         Differentiated as one: whoever differentiates any of them takes part in the collectives of all.
         """
-        return _ToHeads.apply(self.comm, rows, [_flat(deal) for deal in heads], *tensors)
+        return _ToHeads.apply(self.comm, rows, [self._table(deal) for deal in heads], *tensors)
 
     def to_rows(self, tensors: Sequence[torch.Tensor], rows: Sequence[RowTable], heads: Sequence[Deal]) -> Tensors:
         """The way back for tensors whose heads are each owned once; differentiated as one, too."""
-        return _ToRows.apply(self.comm, rows, [_flat(deal) for deal in heads], *tensors)
+        return _ToRows.apply(self.comm, rows, [self._table(deal) for deal in heads], *tensors)
+
+    def _table(self, deal: Deal) -> HeadTable:
+        key = tuple(map(tuple, deal))
+        if key not in self._tables:
+            self._tables[key] = HeadTable(tuple(head for heads in key for head in heads), tuple(map(len, key)))
+        return self._tables[key]
 
     def traffic(
         self, num_heads: int, num_v_heads: int, head_k_dim: int, head_v_dim: int, dtype: torch.dtype
@@ -116,16 +149,11 @@ class Headwise:
         }
 
 
-def _flat(per_owner: Deal) -> HeadTable:
-    return [head for heads in per_owner for head in heads], [len(heads) for heads in per_owner]
-
-
 def _gather_rows(comm: Comm, rows: RowTable, heads: HeadTable, x: torch.Tensor) -> torch.Tensor:
     """[local rows, heads, ...] -> [all rows, own heads, ...]: heads may be sent to several owners."""
-    order, counts = heads
-    index = torch.tensor(order, dtype=torch.int64, device=x.device)
+    counts, (index, _) = heads.counts, heads.on(x.device)
     local, mine, inner = len(x), counts[comm.rank], x.shape[2:]
-    send = x.index_select(1, index).transpose(0, 1).reshape(len(order) * local, *inner)
+    send = x.index_select(1, index).transpose(0, 1).reshape(len(index) * local, *inner)
     received = comm.all_to_all(send, [n * local for n in counts], [mine * n for n in rows.counts]).wait()
     blocks = received.split([mine * n for n in rows.counts])
     joined = torch.cat([b.view(mine, n, *inner) for b, n in zip(blocks, rows.counts, strict=True)], dim=1)
@@ -134,22 +162,19 @@ def _gather_rows(comm: Comm, rows: RowTable, heads: HeadTable, x: torch.Tensor) 
 
 def _gather_heads(comm: Comm, rows: RowTable, heads: HeadTable, num_heads: int, x: torch.Tensor) -> torch.Tensor:
     """[all rows, own heads, ...] -> [local rows, heads, ...], summed where several owners hold a head."""
-    order, counts = heads
+    counts, (index, rounds) = heads.counts, heads.on(x.device)
     local, mine, inner = rows.counts[comm.rank], counts[comm.rank], x.shape[2:]
     joined = x.index_select(0, rows.on(x.device)[1]).transpose(0, 1)
     send = torch.cat([block.reshape(-1, *inner) for block in joined.split(rows.counts, dim=1)])
     received = comm.all_to_all(send, [mine * n for n in rows.counts], [n * local for n in counts]).wait()
-    parts = received.view(len(order), local, *inner).transpose(0, 1)
-    if len(order) == num_heads:
+    parts = received.view(len(index), local, *inner).transpose(0, 1)
+    if len(index) == num_heads:
         return parts.contiguous()
-    index = torch.tensor(order, dtype=torch.int64, device=x.device)
     total = torch.zeros(
         local, num_heads, *inner, dtype=torch.float32 if x.element_size() < 4 else x.dtype, device=x.device
     )
-    for copy in range(max(order.count(head) for head in set(order))):  # one copy a round: same sum on every run
-        places = [i for i, head in enumerate(order) if order[:i].count(head) == copy]
-        place = torch.tensor(places, dtype=torch.int64, device=x.device)
-        total.index_add_(1, index[place], parts.index_select(1, place).to(total.dtype))
+    for place, head in rounds:  # one copy of a head each: the same sum on every run
+        total.index_add_(1, head, parts.index_select(1, place).to(total.dtype))
     return total.to(x.dtype)
 
 
@@ -175,7 +200,7 @@ class _ToRows(torch.autograd.Function):
         ctx: Any, comm: Comm, rows: Sequence[RowTable], heads: list[HeadTable], *tensors: torch.Tensor
     ) -> Tensors:
         ctx.comm, ctx.rows, ctx.heads = comm, rows, heads
-        counts = [len(order) for order, _ in heads]
+        counts = [len(table.order) for table in heads]
         return tuple(_gather_heads(comm, *move) for move in zip(rows, heads, counts, tensors, strict=True))
 
     @staticmethod
