@@ -157,7 +157,7 @@ def _run_prepared(bound: Bound) -> tuple[torch.Tensor, torch.Tensor | None]:
     if call.kernels is None:
         run = functools.partial(_on_torch, call, dtype)
     else:
-        assert context is not None, "kernels take everything else"
+        assert context is not None, "without headwise, kernels take all of a call"
         run = functools.partial(_on_kernels, call, offsets_of_stream(context, q.device))
     if context is not None and context.headwise is not None:
         o, final_state = _run_headwise(context, context.headwise, tensors, state, run)

@@ -223,7 +223,7 @@ def _places(x: torch.Tensor, width: int, cu_seqlens: Any, context: CPContext | N
 
 def _document_table(offsets: Sequence[int], num_tokens: int, width: int, device: torch.device) -> ConvTable:
     lengths = [end - start for start, end in pairwise(offsets)]
-    nothing = torch.full((len(lengths), width - 1), -1, dtype=torch.int64)
+    nothing = torch.full((len(lengths), width - 1), -1, dtype=torch.int64, device="cpu")
     return ConvTable.of(offsets[:-1], lengths, num_tokens, nothing, 0, device)
 
 

@@ -154,7 +154,9 @@ class GatedDeltaNet(nn.Module):
         else:
             offsets = read_documents(hidden_states, "hidden_states", cu_seqlens, None, cp_context)
             if cu_seqlens is not None:
-                cu_seqlens = torch.tensor(offsets)  # on the host, so that nobody reads them from the device again
+                cu_seqlens = torch.tensor(
+                    offsets, device="cpu"
+                )  # on the host, so that nobody reads them from the device again
             padding = _padding_rows(hidden_states, offsets, cp_context)
         if padding is not None:
             hidden_states = hidden_states.masked_fill(padding, 0.0)

@@ -6,7 +6,6 @@ fragment of one with it. Built on the host from offsets, once per context; witho
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -80,15 +79,14 @@ class Program:
     @classmethod
     def of_context(cls, context: CPContext, device: torch.device) -> Program:
         """The fragments that this rank holds, in slot order; kept in the context."""
-        own = context.plan.fragments.owned_by
-        return context.kept(("program",), device, lambda: cls._of_fragments(context, own(context.rank), device))
+        own = context.plan.fragments.owned_by(context.rank)
+        return context.kept(("program of fragments",), device, lambda: cls._of_fragments(context, own, device))
 
     @classmethod
     def of_stream(cls, context: CPContext, device: torch.device) -> Program:
         """The documents of a context's whole stream, as if this process held all of it; kept in the context."""
-        plan = context.plan
-        make = functools.partial(cls.of_documents, plan.cu_seqlens, plan.num_tokens, device)
-        return context.kept(("whole program",), device, make)
+        offsets, num_tokens = context.plan.cu_seqlens, context.plan.num_tokens
+        return context.kept(("program of stream",), device, lambda: cls.of_documents(offsets, num_tokens, device))
 
     @classmethod
     def _of_fragments(cls, context: CPContext, own: Fragments, device: torch.device) -> Program:
@@ -132,20 +130,23 @@ class Program:
         def pairs(values: list[tuple[int, int]]) -> torch.Tensor:
             return index([number for pair in values for number in pair]).view(-1, 2).T.contiguous()
 
+        def cut(starts: Sequence[int], lengths: Sequence[int]) -> ChunkTable:
+            with torch.device("cpu"):  # it counts on the host, whatever the default device is
+                return ChunkTable.of(starts, lengths, num_tokens, device)
+
         def group(rows: Sequence[int]) -> Group:
-            chosen = [starts[row] for row in rows], [lengths[row] for row in rows]
-            return Group(index(rows), ChunkTable.of(*chosen, num_tokens, device))
+            return Group(index(rows), cut([starts[row] for row in rows], [lengths[row] for row in rows]))
 
         covered = None
         if sum(lengths) < num_tokens:
-            covered = torch.zeros(num_tokens, dtype=torch.bool)
+            covered = torch.zeros(num_tokens, dtype=torch.bool, device="cpu")
             for start, length in zip(starts, lengths, strict=True):
                 covered[start : start + length] = True
             covered = covered.to(device)
         return cls(
             num_tokens,
             num_documents,
-            ChunkTable.of(starts, lengths, num_tokens, device),
+            cut(starts, lengths),
             covered,
             pairs(entries),
             pairs(exits),

@@ -50,8 +50,7 @@ def refuse_if_shared(path: Path) -> None:
     if status.st_mode & WRITABLE_BY_OTHERS:
         raise RuntimeError(
             f"kernel cache {path} can be written by other users (mode {stat.S_IMODE(status.st_mode):04o}), and code in "
-            f"it would be run; make it private (chmod go-w {path}) if you trust what it holds, or set "
-            "FLASHQLA_CP_CACHE, or warm-up's --cache, to another folder"
+            f"it would be run; make it private (chmod go-w {path}) if you trust what it holds, or set FLASHQLA_CP_CACHE"
         )
 
 
@@ -59,7 +58,7 @@ def _refuse_other_owner(path: Path, status: os.stat_result, what: str) -> None:
     if status.st_uid not in (os.geteuid(), 0):
         raise RuntimeError(
             f"kernel cache {what}{path} belongs to user {status.st_uid}, not to you ({os.geteuid()}), and code in it "
-            "would be run; set FLASHQLA_CP_CACHE, or warm-up's --cache, to a folder of your own"
+            "would be run; set FLASHQLA_CP_CACHE to a folder of your own"
         )
 
 
@@ -130,8 +129,7 @@ class Cache:
             _make_private(self.folder)
         except OSError as error:
             raise RuntimeError(
-                f"kernel cache {folder} cannot be used as a folder ({error.strerror}); set "
-                "FLASHQLA_CP_CACHE, or warm-up's --cache, to another"
+                f"kernel cache {folder} cannot be used as a folder ({error.strerror}); set FLASHQLA_CP_CACHE to another"
             ) from error
         refuse_if_shared(self.folder)
 

@@ -99,10 +99,15 @@ def newest(out: Path) -> Path | None:
 def check_folder(folder: Path) -> Path:
     """Return `folder` if it holds a complete checkpoint, else raise ValueError."""
     if not folder.is_dir():
-        raise ValueError(f"--resume: there is no folder {str(folder)!r}; name one like OUT/checkpoints/step-00000100")
+        raise ValueError(
+            f"--resume: there is no folder {str(folder)!r}; expected one like OUT/checkpoints/step-00000100"
+        )
     for name in (".metadata", "settings.json"):
         if not (folder / name).is_file():
-            raise ValueError(f"--resume: {str(folder)!r} is no complete checkpoint: it has no {name}")
+            raise ValueError(
+                f"--resume: {str(folder)!r} is no complete checkpoint: it has no {name}; "
+                "expected a folder like OUT/checkpoints/step-00000100"
+            )
     return folder
 
 

@@ -60,7 +60,7 @@ class Report:
         out.mkdir(parents=True, exist_ok=True)
         keep_rows_before(self.log_path, start)
         self._log = open(self.log_path, "a", encoding="utf-8")  # noqa: SIM115 - open as long as the run
-        self._bar = tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, mininterval=0.5)
+        self._bar = tqdm(total=max(start, steps), initial=start, unit="step", dynamic_ncols=True, mininterval=0.5)
 
     @property
     def log_path(self) -> Path:

@@ -211,6 +211,12 @@ def _add_optimizer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got nothing")
+    return Path(text)
+
+
 def _add_output(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument(
@@ -226,7 +232,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--resume",
         nargs="?",
-        type=Path,
+        type=_folder,
         const=Path(),
         default=None,
         metavar="FOLDER",

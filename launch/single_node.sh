@@ -5,7 +5,8 @@
 #   bash launch/single_node.sh --cp 4 --batch-size 8              two data-parallel groups of four
 #   PROGRAM=launch/train_deepspeed.py bash launch/single_node.sh --sp 8
 #
-# All options go to the program (--help lists them); --cp, or --sp with DeepSpeed, must divide the number of ranks.
+# All options go to the program, which lists them: python launch/train.py --help
+# --cp, or --sp with DeepSpeed, must divide the number of ranks.
 #   PROGRAM   launch/train.py (the default) or launch/train_deepspeed.py
 #   RANKS     processes to start: the number of GPUs, or 2 without any
 #
@@ -17,8 +18,10 @@
 #   loss         each rank divides the sum over its tokens by the number of targets of all ranks (step.py): shards may
 #                hold different numbers of them, so a mean of means would be another loss.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$ROOT"
 
+if [[ " $* " = *" --help "* || " $* " = *" -h "* ]]; then show_help; fi
 gpus=0
 if command -v nvidia-smi >/dev/null 2>&1; then gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)"; fi
 ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"

@@ -164,7 +164,7 @@ def describe(args: argparse.Namespace, prepared: Prepared, ranks: Ranks, start: 
             lines.append(f"nothing left to train: --steps is {args.steps}, those before the resume included")
         saved, now = checkpoints.read_settings(prepared.resume)["curve"], settings_of(args, prepared)["curve"]
         changed = [name for name in now if saved.get(name) != now[name]]
-        if changed:
+        if changed and start < args.steps:
             lines.append(f"warning: changed since that checkpoint, so the curve will differ: {', '.join(changed)}")
     elif args.resume is not None:
         lines.append(f"no checkpoint in {args.out} yet, starting from the beginning")

@@ -109,8 +109,8 @@ class ChainFold:
             for chain in ordered
             for link in chain
         ]
-        ends = torch.tensor([0, *map(len, ordered)], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        table = torch.tensor(rows, dtype=torch.int32).reshape(-1, 3)
+        ends = torch.tensor([0, *map(len, ordered)], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        table = torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(-1, 3)
         return cls(tuple(steps), num_out, table.to(device), ends.to(device))
 
     def __call__(self, boundary: torch.Tensor, correction: torch.Tensor, *, adjoint: bool = False) -> torch.Tensor:

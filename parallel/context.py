@@ -104,7 +104,9 @@ class CPContext:
         self.headwise = Headwise(plan, comm) if exchange == "headwise" and plan.fragments.crosses_ranks else None
         self.map_exchange: Exchange | None = None if self.headwise else map_exchange(exchange, plan, comm)
         offsets, documents = _local_pieces(plan, comm.rank)
-        self.cu_seqlens_cpu = torch.tensor(offsets, dtype=torch.int32 if offsets[-1] < 2**31 else torch.int64)
+        self.cu_seqlens_cpu = torch.tensor(
+            offsets, dtype=torch.int32 if offsets[-1] < 2**31 else torch.int64, device="cpu"
+        )
         self.cu_seqlens = self.cu_seqlens_cpu.to(device)
         self.segment_documents = tuple(documents)
         self.conv1d_kernel_size = conv1d_kernel_size
@@ -128,11 +130,12 @@ class CPContext:
 
     @torch.inference_mode(False)
     def kept(self, name: tuple[Any, ...], device: torch.device, make: Callable[[], Made]) -> Made:
-        """What `make` puts on a device, made once for this context and each stream that uses it: nothing else orders
-        another stream behind the work that fills it. In the capture of a CUDA graph, which is no place to make it, any
-        stream's: whoever captures has waited for the calls before, and keeps the context as long as the graph.
+        """What `make` puts on a device. It is made once for each stream that asks, because one stream does not wait for
+        the work by which another fills it. The capture of a CUDA graph makes nothing: it takes what any stream has, for
+        whoever captures has waited for the calls before, and keeps the context as long as the graph.
 
-        Raises RuntimeError: it is wanted for the first time in a capture.
+        Raises:
+            RuntimeError: a capture asks for what no call before it has made.
         """
         on_gpu = device.type == "cuda"
         made = self.memo.setdefault((*name, device), {})
@@ -145,7 +148,7 @@ class CPContext:
                     "cp_context: this call is its first of the kind, and in the capture of a CUDA graph; make the same "
                     "call once before the capture, and keep the context as long as the graph"
                 )
-            return next(reversed(made.values()))
+            return list(made.values())[-1]  # a copy, for other threads may add theirs
         made[stream] = make()
         return made[stream]
 
@@ -193,6 +196,9 @@ class CPContext:
         traffic = self.map_exchange.traffic(num_v_heads, head_k_dim, head_v_dim)
         return {way: [(name, count * size) for name, count in calls] for way, calls in traffic.items()}
 
+    def __deepcopy__(self, memo: object) -> CPContext:
+        return self  # read-only; a model that holds it can be copied
+
     def __repr__(self) -> str:
         owners = " | ".join(
             f"{rank}: " + (",".join(f"{start}-{end}" for start, end in owned) or "none")
@@ -235,7 +241,7 @@ class _Unshard(torch.autograd.Function):
         padded[: len(x)] = x
         gathered = context.comm.all_gather(padded).wait()
         joined = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
-        order = token_rows(plan).on(x.device)[0]
+        order = context.memo.setdefault("token rows", token_rows(plan)).on(x.device)[0]
         return joined.index_select(0, order)
 
     @staticmethod

@@ -81,7 +81,7 @@ class Owners:
             for start, end in owned:
                 rows.append((start, rank, offset))
                 offset += end - start
-        columns = torch.tensor(sorted(rows), dtype=torch.int64).reshape(-1, 3)
+        columns = torch.tensor(sorted(rows), dtype=torch.int64, device="cpu").reshape(-1, 3)
         return cls(*columns.T.contiguous().unbind(0))
 
     def locate(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -38,8 +38,8 @@ class Halo:
     def of(cls, plan: ShardPlan, comm: Comm, kernel_size: int) -> Halo:
         """Prepare the routes for a convolution over kernel_size tokens."""
         pieces, reach = plan.fragments, kernel_size - 1
-        offsets = torch.tensor(plan.cu_seqlens, dtype=torch.int64)
-        token = pieces.start[:, None] - torch.arange(reach, 0, -1)
+        offsets = torch.tensor(plan.cu_seqlens, dtype=torch.int64, device="cpu")
+        token = pieces.start[:, None] - torch.arange(reach, 0, -1, device="cpu")
         inside = token >= offsets[pieces.document][:, None]
         owner, row = plan.owners.locate(token.clamp(min=0)) if len(token) else (token, token)
         reader = pieces.rank[:, None].expand_as(token)

@@ -51,7 +51,7 @@ class ShardPlan:
         _check_tiling(self.ranges, self.num_tokens)
         object.__setattr__(self, "ranges", tuple(merge_touching(owned) for owned in self.ranges))
         object.__setattr__(self, "owners", Owners.of(self.ranges))
-        offsets = torch.tensor(self.cu_seqlens, dtype=torch.int64)
+        offsets = torch.tensor(self.cu_seqlens, dtype=torch.int64, device="cpu")
         object.__setattr__(self, "fragments", cut_documents(offsets, self.owners))
 
     @classmethod
@@ -116,7 +116,7 @@ class ShardPlan:
         empty = [doc for doc, (start, end) in enumerate(pairwise(self.cu_seqlens)) if start == end]
         if not empty or not self.num_tokens:
             return empty if rank == 0 else []
-        places = torch.tensor([min(self.cu_seqlens[doc], self.num_tokens - 1) for doc in empty])
+        places = torch.tensor([min(self.cu_seqlens[doc], self.num_tokens - 1) for doc in empty], device="cpu")
         keeper = self.owners.locate(places)[0].tolist()
         return [doc for doc, owner in zip(empty, keeper, strict=True) if owner == rank]
 
@@ -152,7 +152,8 @@ def offsets_tensor(cu_seqlens: torch.Tensor | Sequence[int], name: str = "cu_seq
     cu_seqlens = taken_over(cu_seqlens, name)
     if not isinstance(cu_seqlens, torch.Tensor):
         try:
-            cu_seqlens = torch.as_tensor(cu_seqlens) if len(cu_seqlens) else torch.empty(0, dtype=torch.int64)
+            dtype = None if len(cu_seqlens) else torch.int64
+            cu_seqlens = torch.as_tensor(cu_seqlens, dtype=dtype, device="cpu")
         except (RuntimeError, TypeError, ValueError, OverflowError) as error:
             raise TypeError(f"{name}: expected integer offsets [N+1], got {cu_seqlens!r:.80}: {error}") from error
     if cu_seqlens.dtype.is_floating_point or cu_seqlens.dtype.is_complex or cu_seqlens.dtype == torch.bool:

@@ -55,7 +55,7 @@ def format_tables(report: Report) -> str:
     titles = (
         "exchanges of maps alone",
         "weak scaling, exchange auto",
-        "the op on all ranks (of two numbers in a column: forward, backward)",
+        "the op on all ranks (columns with two numbers: forward, backward)",
     )
     tables = zip(titles, (MAPS, SCALING, FIELD), (maps, scaling, field), strict=True)
     return "\n\n".join("\n".join([title, *_aligned([head, *body])]) for title, head, body in tables if body)

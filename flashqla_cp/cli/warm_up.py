@@ -66,7 +66,7 @@ def _warm_up(args: argparse.Namespace) -> int:
     specs = [spec for name in args.arch for spec in rows_to_compile(arch_by_name(name), choices)]
     if not specs:
         raise ValueError(f"no kernels are registered for {', '.join(args.arch)}")
-    folder = Cache(settings.cache_folder() if args.cache is None else args.cache.expanduser()).folder
+    folder = _open_cache(args.cache)
     width = max(len(spec.label()) for spec in specs)
     print(_COLUMNS.format("kernel", "seconds", "registers", "shared", "spills", width=width))
     started = time.monotonic()
@@ -86,6 +86,15 @@ def _warm_up(args: argparse.Namespace) -> int:
         f"{len(results) - len(failed)} of {len(results)} kernels in {folder}, {compiled} compiled now, {seconds:.1f} s"
     )
     return 1 if failed else 0
+
+
+def _open_cache(given: Path | None) -> Path:
+    if given is None:
+        return Cache(settings.cache_folder()).folder
+    try:
+        return Cache(given.expanduser()).folder
+    except RuntimeError as error:
+        raise RuntimeError(f"--cache: {error}") from error
 
 
 def _line(result: BuildResult, width: int) -> str:

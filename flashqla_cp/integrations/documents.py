@@ -119,7 +119,7 @@ def _rows_of_one_device(batch: int, length: int, told: Told) -> Documents:
         offsets = [row * length for row in range(batch + 1)]
     check_rows(rows_of_offsets(offsets, batch * length), batch, length, told.position_ids, told.seq_idx)
     whole_rows = offsets == [row * length for row in range(batch + 1)]
-    return Documents(cu_seqlens=None if whole_rows else torch.tensor(offsets, dtype=torch.int32))
+    return Documents(cu_seqlens=None if whole_rows else torch.tensor(offsets, dtype=torch.int32, device="cpu"))
 
 
 def _check_alone(sharding: Sharding, batch: int, length: int, told: Told) -> None:
@@ -186,7 +186,7 @@ def _gather_offsets(sharding: Sharding, positions: torch.Tensor) -> list[int]:
     padded = local.new_full((max(lengths),), -1)
     padded[: local.numel()] = local
     stored = [row[:count].cpu() for row, count in zip(comm.all_gather(padded).wait(), lengths, strict=True)]
-    if all(torch.equal(row, torch.arange(len(row))) for row in stored):
+    if all(torch.equal(row, torch.arange(len(row), device="cpu")) for row in stored):
         raise ValueError(
             "position_ids: every rank counts its own rows from 0, as a model does that is given none; pass this rank's "
             "rows of the positions in the whole stream, or use use_context"
@@ -196,7 +196,7 @@ def _gather_offsets(sharding: Sharding, positions: torch.Tensor) -> list[int]:
     planned = [plan.local_tokens(rank) for rank in range(comm.world_size)]
     if planned != lengths:
         raise ValueError(f"position_ids: ranks store {lengths} tokens, layout {layout!r} gives them {planned}")
-    stream = torch.empty(total, dtype=torch.int64)
+    stream = torch.empty(total, dtype=torch.int64, device="cpu")
     for row, ranges in zip(stored, plan.ranges, strict=True):
         for (start, end), piece in zip(ranges, row.split([end - start for start, end in ranges]), strict=True):
             stream[start:end] = piece

@@ -53,19 +53,19 @@ def check_rows(
 def rows_of_context(context: CPContext) -> Rows:
     key = "documents of rows"
     if key not in context.memo:
-        stored = [torch.arange(start, end) for start, end in context.plan.ranges[context.rank]]
-        stream = torch.cat([*stored, torch.empty(0, dtype=torch.int64)])
+        stored = [torch.arange(start, end, device="cpu") for start, end in context.plan.ranges[context.rank]]
+        stream = torch.cat([*stored, torch.empty(0, dtype=torch.int64, device="cpu")])
         context.memo[key] = _locate(stream, context.plan.cu_seqlens)
     return context.memo[key]
 
 
 def rows_of_offsets(offsets: list[int], num_rows: int) -> Rows:
-    return replace(_locate(torch.arange(num_rows), offsets), position=None)
+    return replace(_locate(torch.arange(num_rows, device="cpu"), offsets), position=None)
 
 
 def _locate(stream: torch.Tensor, offsets: Sequence[int]) -> Rows:
     """Rows by their places in the stream."""
-    starts = torch.tensor(offsets, dtype=torch.int64)
+    starts = torch.tensor(offsets, dtype=torch.int64, device="cpu")
     document = torch.searchsorted(starts, stream, right=True) - 1
     position, covered = stream - starts[document], stream < starts[-1]
     return Rows(document=document.where(covered, -1), begins=covered & (position == 0), position=position)

@@ -80,15 +80,15 @@ def places_of_fragments(
 ) -> Places:
     """Places of fragments on the host, int64: start, length [fragments], sources [fragments, W-1]. Once per context."""
     width = sources.shape[1] + 1
-    fragment = torch.repeat_interleave(torch.arange(len(start)), length)
-    place = torch.arange(len(fragment)) - (length.cumsum(0) - length)[fragment]
-    places = torch.full((num_tokens,), NOWHERE, dtype=torch.int32)
+    fragment = torch.repeat_interleave(torch.arange(len(start), device="cpu"), length)
+    place = torch.arange(len(fragment), device="cpu") - (length.cumsum(0) - length)[fragment]
+    places = torch.full((num_tokens,), NOWHERE, dtype=torch.int32, device="cpu")
     places[start[fragment] + place] = (fragment * PLACES + place.clamp(max=width - 1)).int()
     known = sources[sources >= 0]
     if not len(known):
         return Places(places=places.to(device))
     local = known[known < num_tokens].unique()
-    readers = torch.full((num_arrived + len(local), width - 1), -1, dtype=torch.int32)
+    readers = torch.full((num_arrived + len(local), width - 1), -1, dtype=torch.int32, device="cpu")
     for ahead in range(1, width):  # the row stands so far in front of the fragment
         row = sources[:, width - 1 - ahead]
         for position in range(width - ahead):  # of a token that reads it

@@ -183,5 +183,5 @@ def stream_of(device: torch.device) -> int:
 
 def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
     """int32 numbers on a device, without waiting for it."""
-    host = torch.tensor(values, dtype=torch.int32)
+    host = torch.tensor(values, dtype=torch.int32, device="cpu")
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -34,18 +34,18 @@ class ConvTable:
         device: torch.device | str = "cpu",
     ) -> ConvTable:
         """history [segments, W-1]: rows in front of each segment in cat([x, halo]), nearest last, -1 for none."""
-        start, length = (torch.tensor(values, dtype=torch.int64) for values in (starts, lengths))
+        start, length = (torch.tensor(values, dtype=torch.int64, device="cpu") for values in (starts, lengths))
         width, zero_row = history.shape[1] + 1, num_tokens + num_halo
-        segment = torch.repeat_interleave(torch.arange(len(start)), length)
-        place = torch.arange(len(segment)) - (length.cumsum(0) - length)[segment]
+        segment = torch.repeat_interleave(torch.arange(len(start), device="cpu"), length)
+        place = torch.arange(len(segment), device="cpu") - (length.cumsum(0) - length)[segment]
         token = start[segment] + place
-        reach = torch.arange(width - 1, -1, -1)
+        reach = torch.arange(width - 1, -1, -1, device="cpu")
         known = torch.cat([history, history.new_zeros(len(start), 1)], dim=1)
         ahead = known[segment[:, None], (width - 1 - reach + place[:, None]).clamp(max=width - 1)]
         row = torch.where(place[:, None] >= reach, token[:, None] - reach, ahead)
-        taps = torch.full((num_tokens, width), zero_row, dtype=torch.int64)
+        taps = torch.full((num_tokens, width), zero_row, dtype=torch.int64, device="cpu")
         taps[token] = torch.where(row < 0, zero_row, row)
-        covered = torch.zeros(num_tokens, 1, dtype=torch.bool)
+        covered = torch.zeros(num_tokens, 1, dtype=torch.bool, device="cpu")
         covered[token] = True
         return cls(taps.to(device), covered.to(device), zero_row)
 

@@ -39,7 +39,7 @@ class RowTable:
 
     def own(self, rank: int, device: torch.device) -> torch.Tensor:
         """Stream positions of the rows of a rank."""
-        return self.on(device)[1][sum(self.counts[:rank]) :][: self.counts[rank]]
+        return self.on(device)[1].split(self.counts)[rank]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +54,10 @@ class HeadTable:
     def on(self, device: torch.device) -> tuple[torch.Tensor, list[Round]]:
         """The order, and the rounds of (place in it, head) in which copies of a head are added up, one a round."""
         if device not in self._prepared:
-            order = torch.tensor(self.order, dtype=torch.int64)
-            copies = torch.tensor([self.order[:place].count(head) for place, head in enumerate(self.order)])
-            places = [
-                (copies == copy).nonzero().flatten() for copy in range(int(copies.max()) + 1 if len(copies) else 0)
-            ]
+            order = torch.tensor(self.order, dtype=torch.int64, device="cpu")
+            turns = [self.order[:place].count(head) for place, head in enumerate(self.order)]
+            turn = torch.tensor(turns, dtype=torch.int64, device="cpu")
+            places = [(turn == number).nonzero().flatten() for number in range(max(turns, default=-1) + 1)]
             rounds = [(place.to(device), order[place].to(device)) for place in places]
             self._prepared[device] = (order.to(device), rounds)
         return self._prepared[device]
@@ -66,15 +65,15 @@ class HeadTable:
 
 def token_rows(plan: ShardPlan) -> RowTable:
     """Rows are tokens, in the stream's order."""
-    pieces = [torch.arange(start, end) for owned in plan.ranges for start, end in owned]
+    pieces = [torch.arange(start, end, device="cpu") for owned in plan.ranges for start, end in owned]
     counts = tuple(plan.local_tokens(rank) for rank in range(plan.world_size))
-    return RowTable(counts, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64))
+    return RowTable(counts, torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int64, device="cpu"))
 
 
 def _document_rows(owned: Sequence[Sequence[int]]) -> RowTable:
     """Rows are the states of documents, in the documents' order."""
     flat = [document for documents in owned for document in documents]
-    return RowTable(tuple(map(len, owned)), torch.tensor(flat, dtype=torch.int64))
+    return RowTable(tuple(map(len, owned)), torch.tensor(flat, dtype=torch.int64, device="cpu"))
 
 
 class Headwise:
@@ -151,7 +150,8 @@ class Headwise:
 
 def _gather_rows(comm: Comm, rows: RowTable, heads: HeadTable, x: torch.Tensor) -> torch.Tensor:
     """[local rows, heads, ...] -> [all rows, own heads, ...]: heads may be sent to several owners."""
-    counts, (index, _) = heads.counts, heads.on(x.device)
+    counts = heads.counts
+    index, _ = heads.on(x.device)
     local, mine, inner = len(x), counts[comm.rank], x.shape[2:]
     send = x.index_select(1, index).transpose(0, 1).reshape(len(index) * local, *inner)
     received = comm.all_to_all(send, [n * local for n in counts], [mine * n for n in rows.counts]).wait()
@@ -162,7 +162,8 @@ def _gather_rows(comm: Comm, rows: RowTable, heads: HeadTable, x: torch.Tensor) 
 
 def _gather_heads(comm: Comm, rows: RowTable, heads: HeadTable, num_heads: int, x: torch.Tensor) -> torch.Tensor:
     """[all rows, own heads, ...] -> [local rows, heads, ...], summed where several owners hold a head."""
-    counts, (index, rounds) = heads.counts, heads.on(x.device)
+    counts = heads.counts
+    index, rounds = heads.on(x.device)
     local, mine, inner = rows.counts[comm.rank], counts[comm.rank], x.shape[2:]
     joined = x.index_select(0, rows.on(x.device)[1]).transpose(0, 1)
     send = torch.cat([block.reshape(-1, *inner) for block in joined.split(rows.counts, dim=1)])

@@ -76,7 +76,7 @@ class Round:
 
 
 def _rows(values: Iterable[int | None]) -> torch.Tensor:
-    return torch.tensor(list(values), dtype=torch.int64)
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")
 
 
 class Scan(Exchange):

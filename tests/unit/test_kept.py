@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from flashqla_cp import causal_conv1d, chunk_gated_delta_rule
 from flashqla_cp.cli.bench_contenders import LocalCopies
-from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.context import CPContext, context_of
 from flashqla_cp.parallel.exchange.choose import EXCHANGES, resolve_exchange
 from flashqla_cp.parallel.plan import ShardPlan
 from flashqla_cp.program import Program
@@ -57,7 +58,7 @@ def test_a_capture_takes_what_another_stream_has(monkeypatch: pytest.MonkeyPatch
         context.kept(("other",), GPU, lambda: "not in a capture")
     device.captured = False
     assert context.kept(("name",), GPU, lambda: "its own") == "its own"
-    assert context.kept(("other",), GPU, lambda: "made") == "made", "a refused capture leaves nothing behind"
+    assert context.kept(("other",), GPU, lambda: "made") == "made", "a refused capture leaves nothing that is found"
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
@@ -82,3 +83,11 @@ def test_calls_after_the_first_make_nothing_of_numbers(exchange: str, monkeypatc
     for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (Program, "_build")):
         monkeypatch.setattr(owner, name, refuse)
     assert all(map(torch.equal, first, step()))
+
+
+def test_a_copied_model_keeps_its_context() -> None:
+    """Compiled calls find a context by its handle, which a copy shares."""
+    context = middle_of("allgather")
+    copied = copy.deepcopy({"context": context})["context"]
+    del context
+    assert context_of(copied.handle).plan is copied.plan

@@ -26,6 +26,14 @@ def parse(*options: str) -> argparse.Namespace:
     return parser.parse_args(list(options))
 
 
+def test_resume_from_an_empty_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """What an unset variable gives; --resume alone means the newest checkpoint, or a new run."""
+    assert parse("--resume").resume == Path() and parse("--resume", "runs/x").resume == Path("runs/x")
+    with pytest.raises(SystemExit):
+        parse("--resume", "")
+    assert "--resume: expected a folder, got nothing" in capsys.readouterr().err
+
+
 def test_learning_rate_rises_then_falls_along_a_cosine() -> None:
     rates = [learning_rate(step, steps=21, peak=1.0, warmup=4, final_ratio=0.1) for step in range(21)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0]

@@ -102,8 +102,8 @@ def _probe() -> list[str]:
     from fla.ops.cp import FLACPContext
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule as op
 
-    x, weight = torch.zeros(1, 2, 1), torch.zeros(1, 1)
-    context = FLACPContext(cu_seqlens=torch.tensor([0, 2]), conv1d_kernel_size=1)
+    x, weight = torch.zeros(1, 2, 1, device="cpu"), torch.zeros(1, 1, device="cpu")
+    context = FLACPContext(cu_seqlens=torch.tensor([0, 2], device="cpu"), conv1d_kernel_size=1)
     calls = {
         "chunk_gated_delta_rule": lambda: op(*(x[..., None],) * 3, x, x),
         "causal_conv1d": lambda: conv(x, weight),

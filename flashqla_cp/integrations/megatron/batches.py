@@ -95,7 +95,7 @@ def _find_packed(layer: Any, T: int, B: int, P: int, group: Any, packed: Any) ->
     if key not in known.documents:
         _check_packed(known.offsets, T, P, layer.packed_layout)
         if P == 1:
-            documents = Documents(cu_seqlens=torch.tensor(known.offsets, dtype=torch.int32))
+            documents = Documents(cu_seqlens=torch.tensor(known.offsets, dtype=torch.int32, device="cpu"))
         else:
             documents = Documents(context=_build(layer, known.offsets, group, layer.packed_layout))
         known.documents[key] = documents
