@@ -79,8 +79,8 @@ class Local:
     exits: carried rows of the states that leave; fronts: of the gradients that do; interior: chains whose correction
     does. entry_row, exit_row: rows of chains among the known states (of documents that begin here, or gradients of
     those that end here) followed by those that arrive; known_entry and known_exit have the known ones only,
-    arriving_exit the others. early, late: the tables of chains that need no state of another rank, None where these are
-    few, and of the others.
+    arriving_entry and arriving_exit the others, counted among themselves. early, late: the tables of chains that need
+    no state of another rank, None where these are few, and of the others.
     """
 
     program: Program
@@ -90,6 +90,7 @@ class Local:
     interior: Rows
     entry_row: torch.Tensor
     known_entry: torch.Tensor
+    arriving_entry: torch.Tensor
     exit_row: torch.Tensor
     known_exit: torch.Tensor
     arriving_exit: torch.Tensor
@@ -114,6 +115,7 @@ class Local:
             num_v_heads=x.v.shape[1],
             processors=processors,
             exchanged=None if program.exchange is None else (emits.to(device), receives.to(device)),
+            num_cut=max(int(emits.sum()), int(receives.sum())),
             longest=int(length.max()) if len(length) else 0,
             trains=trains,
         )
@@ -131,9 +133,10 @@ class Local:
             interior=Rows.of((emits & receives).nonzero().flatten(), device),
             entry_row=entry_row,
             known_entry=torch.where(entry_row < begun, entry_row, -1),
+            arriving_entry=torch.where(entry_row < begun, -1, entry_row - begun),
             exit_row=exit_row,
             known_exit=torch.where(exit_row < ended, exit_row, -1),
-            arriving_exit=torch.where(exit_row < ended, -1, exit_row),
+            arriving_exit=torch.where(exit_row < ended, -1, exit_row - ended),
             early=early,
             late=late,
         )
@@ -151,6 +154,16 @@ def _by_need(tables: Tables, length: torch.Tensor, receives: torch.Tensor) -> tu
         return tables._replace(segments=tables.segments.index_select(0, index))
 
     return part(~waits), part(waits)
+
+
+def joined(
+    known: torch.Tensor | None, arrived: torch.Tensor, rows: torch.Tensor, arriving: torch.Tensor
+) -> Entries | None:
+    """States of chains, None where there are none. Known ones are followed by those that arrived, and `rows` counts
+    both; without any, the others have their own rows, `arriving`: what is known to be 0 takes no memory."""
+    if known is not None:
+        return Entries(values=torch.cat([known, arrived]), row=rows)
+    return Entries(values=arrived, row=arriving) if len(arrived) else None
 
 
 class Kept(NamedTuple):

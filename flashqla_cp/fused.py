@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashqla_cp.chains import Documents, Kept, Local, documents_of
+from flashqla_cp.chains import Documents, Kept, Local, documents_of, joined
 from flashqla_cp.kernels.backend import Kernels
 from flashqla_cp.kernels.host import chunked as kernels
 from flashqla_cp.kernels.host.chunked import Entries, Inputs, Maps
@@ -254,18 +254,9 @@ def prepare_sharded(
         known = Maps(boundary=carried, correction=maps.correction, corrects=maps.corrects)
         meanwhile(Kept(tables=tables, solved=solved, maps=known, entries=entries))
     arrived = pending.wait()
-    values = joined(x, own, program.entries.shape[1], arrived.states.contiguous())
-    entries = Entries(values=values, row=local.entry_row)
+    entries = joined(own, arrived.states.contiguous(), local.entry_row, local.arriving_entry)
     kernels.affine_chain(x, maps, tables, entries)
     return Kept(tables=tables, solved=solved, maps=maps, entries=entries, exchanged=arrived.kept)
-
-
-def joined(x: Inputs, known: torch.Tensor | None, count: int, arrived: torch.Tensor) -> torch.Tensor:
-    """The `count` known states of a process, 0 where None is given, followed by those that arrived, [.., HV, V, K]."""
-    if not count:
-        return arrived
-    known = x.numbers(count, *arrived.shape[1:]).zero_() if known is None else known
-    return torch.cat([known, arrived])
 
 
 def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None) -> tuple[torch.Tensor, PendingStates]:

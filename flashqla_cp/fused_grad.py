@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from flashqla_cp.chains import Kept, Local
-from flashqla_cp.fused import Call, joined, pass_on, passed_on, readable
+from flashqla_cp.chains import Kept, Local, joined
+from flashqla_cp.fused import Call, pass_on, passed_on, readable
 from flashqla_cp.gate import without_autocast
 from flashqla_cp.kernels.host import backward as kernels
 from flashqla_cp.kernels.host.backward import TokenGradients
@@ -181,8 +181,8 @@ def backward_sharded(
             with forked.beside():
                 arrived = pending.wait().states.contiguous()
                 if dmaps is not None and len(arrived):
-                    values = joined(x, own, program.exits.shape[1], arrived)
-                    arriving, exits = (Entries(values=values, row=row) for row in (local.arriving_exit, local.exit_row))
+                    arriving = Entries(values=arrived, row=local.arriving_exit)
+                    exits = joined(own, arrived, local.exit_row, local.arriving_exit)
                     behind = affine_chain(x, dmaps, tables, arriving, reverse=True), exits
             forked.join()
             return behind

@@ -6,6 +6,7 @@ fragment of one with it. Built on the host from offsets, once per context; witho
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -18,19 +19,39 @@ from flashqla_cp.parallel.exchange.base import Exchange
 from flashqla_cp.parallel.fragments import Fragments
 
 
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Segments and, for the torch backend, the table of their chunks, made on the device when it is first asked for."""
+
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    num_tokens: int
+    device: torch.device
+
+    @functools.cached_property
+    def table(self) -> ChunkTable:
+        # Counted on the host, whatever the default device is, and good for training even if inference asks first.
+        with torch.device("cpu"), torch.inference_mode(False):
+            return ChunkTable.of(self.starts, self.lengths, self.num_tokens, self.device)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
     """Some segments, as an index on the device (int64) and as chunks of their own."""
 
     index: torch.Tensor
-    table: ChunkTable
+    cut: Cut
+
+    @property
+    def table(self) -> ChunkTable:
+        return self.cut.table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """Segments of one process. Index tensors are int64 on the device of the tensors.
 
-    table: chunks of all segments. covered: [T] bool, tokens of some segment, or None when that is all of them.
+    cut: all segments; table: their chunks. covered: [T] bool, tokens of some segment, or None when that is all of them.
     entries, exits: (segment, document) pairs as two rows: segments that begin, or end, their document. empty:
     documents without tokens whose state passes through this process. emitters, receivers, interior: segments that
     send a map, receive a state, and send a correction; they exist only with an exchange.
@@ -38,7 +59,7 @@ class Program:
 
     num_tokens: int
     num_documents: int
-    table: ChunkTable
+    cut: Cut
     covered: torch.Tensor | None
     entries: torch.Tensor
     exits: torch.Tensor
@@ -54,9 +75,13 @@ class Program:
         object.__setattr__(self, "entry_row", self._rows(self.entries, self.receivers))
         object.__setattr__(self, "exit_row", self._rows(self.exits, self.emitters))
 
+    @property
+    def table(self) -> ChunkTable:
+        return self.cut.table
+
     def _rows(self, own: torch.Tensor, exchanged: Group) -> torch.Tensor:
         """Row of each segment's state among the own documents' states followed by the exchanged ones."""
-        rows = torch.full((self.table.num_segments,), -1, dtype=torch.int64, device=own.device)
+        rows = torch.full((len(self.cut.starts),), -1, dtype=torch.int64, device=own.device)
         order = torch.cat([own[0], exchanged.index])
         return rows.index_copy(0, order, torch.arange(len(order), device=own.device))
 
@@ -130,12 +155,9 @@ class Program:
         def pairs(values: list[tuple[int, int]]) -> torch.Tensor:
             return index([number for pair in values for number in pair]).view(-1, 2).T.contiguous()
 
-        def cut(starts: Sequence[int], lengths: Sequence[int]) -> ChunkTable:
-            with torch.device("cpu"):  # it counts on the host, whatever the default device is
-                return ChunkTable.of(starts, lengths, num_tokens, device)
-
         def group(rows: Sequence[int]) -> Group:
-            return Group(index(rows), cut([starts[row] for row in rows], [lengths[row] for row in rows]))
+            own = [starts[row] for row in rows], [lengths[row] for row in rows]
+            return Group(index(rows), Cut(*own, num_tokens, device))
 
         covered = None
         if sum(lengths) < num_tokens:
@@ -146,7 +168,7 @@ class Program:
         return cls(
             num_tokens,
             num_documents,
-            cut(starts, lengths),
+            Cut(starts, lengths, num_tokens, device),
             covered,
             pairs(entries),
             pairs(exits),

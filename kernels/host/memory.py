@@ -37,6 +37,7 @@ def training_bytes(
     element_size: int = 2,
     l2norm: bool = False,
     exchanged: bool = False,
+    num_cut: int | None = None,
     num_entries: int = 0,
     longest: int | None = None,
     recompute: str = "none",
@@ -49,6 +50,8 @@ def training_bytes(
         num_documents: batch rows, documents or, on a rank of several, the fragments of documents that it holds.
         processors: multiprocessors of the device. element_size: bytes of an element of q, k and v.
         exchanged: with a context that cuts documents. The few states that its exchange keeps are not counted.
+        num_cut: fragments that go on elsewhere, at their end or at their beginning, whichever are more; at most
+            num_documents, which is also what None means.
         num_entries: states in front of documents: initial states, and those that arrive from other ranks.
         longest: tokens of the longest document, known for equal batch rows and with a context.
         recompute: of the call.
@@ -69,6 +72,11 @@ def training_bytes(
     _check_known("head_dim", head_dim, HEAD_DIMS)
     _check_known("element_size", element_size, ELEMENT_SIZES)
     _check_known("recompute", recompute, RECOMPUTE)
+    if num_cut is not None:
+        _check_least(0, num_cut=num_cut)
+        if num_cut > num_documents or (num_cut and not exchanged):
+            most = num_documents if exchanged else "0 unless exchanged"
+            raise ValueError(f"num_cut: got {num_cut}, expected at most {most}")
     if longest is not None:
         _check_least(0, longest=longest)
         if longest > num_tokens:
@@ -79,6 +87,7 @@ def training_bytes(
         num_v_heads=num_v_heads,
         processors=processors,
         exchanged=exchanged,
+        num_cut=num_cut,
         longest=longest,
     )
     state = num_v_heads * head_dim**2 * WIDE

@@ -40,15 +40,18 @@ class TableSizes(NamedTuple):
         num_v_heads: int,
         processors: int,
         exchanged: bool = False,
+        num_cut: int | None = None,
         longest: int | None = None,
         trains: bool = True,
     ) -> TableSizes:
-        """Sizes for chains of num_tokens in all and `longest` at most; exchanged: any may go on elsewhere; trains:
-        whether a backward follows, which wants finer segments."""
+        """Sizes for chains of num_tokens in all and `longest` at most; exchanged: num_cut of them go on elsewhere, at
+        their end or at their beginning, all of them if None; trains: whether a backward follows, which wants finer
+        segments."""
         most = segment_chunks(num_tokens, num_v_heads, processors, trains)
         chunks = num_tokens // CHUNK + num_chains
         divided = exchanged or -(-(num_tokens if longest is None else longest) // CHUNK) > most
-        rows = chunks // most + (num_chains if exchanged else 0) if divided else 0
+        cut = 0 if not exchanged else num_chains if num_cut is None else num_cut
+        rows = chunks // most + cut if divided else 0
         return cls(most=most, divided=divided, chunks=chunks, segments=chunks // most + num_chains, rows=max(rows, 1))
 
 
@@ -82,14 +85,16 @@ class Tables(NamedTuple):
         num_v_heads: int,
         processors: int,
         exchanged: tuple[torch.Tensor, torch.Tensor] | None = None,
+        num_cut: int | None = None,
         longest: int | None = None,
         trains: bool = True,
     ) -> Tables:
         """Tables of chains [start, end), int32 [chains] on the device of the tensors.
 
         exchanged: int32 [chains] twice, chains that emit (their last segment's map is wanted too) and chains that
-        receive (so is their first segment's gradient map), or None where no chain can. longest: tokens of the longest
-        chain, if known; processors: multiprocessors to keep busy; trains: whether a backward follows.
+        receive (so is their first segment's gradient map), or None where no chain can. num_cut: how many emit or how
+        many receive, whichever is more, if known. longest: tokens of the longest chain, if known; processors:
+        multiprocessors to keep busy; trains: whether a backward follows.
         """
         chains = start.shape[0]
         size = TableSizes.of(
@@ -98,6 +103,7 @@ class Tables(NamedTuple):
             num_v_heads=num_v_heads,
             processors=processors,
             exchanged=exchanged is not None,
+            num_cut=num_cut,
             longest=longest,
             trains=trains,
         )

@@ -14,9 +14,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashqla_cp import chunk_gated_delta_rule
-from flashqla_cp.cli.bench_contenders import middle_context
+from flashqla_cp.cli.bench_contenders import LocalCopies, middle_context
 from flashqla_cp.kernels.arch import arch_by_name
 from flashqla_cp.kernels.host import launcher
+from flashqla_cp.parallel.context import CPContext
+from flashqla_cp.parallel.exchange.choose import resolve_exchange
+from flashqla_cp.parallel.plan import ShardPlan
 
 TOKENS, HEADS, V_HEADS, DIM = 1024, 4, 8, 64
 PROCESSORS = 132  # so that the document is cut into segments
@@ -48,10 +51,10 @@ class Recorder(TorchDispatchMode):
 
 
 @contextmanager
-def nothing_runs() -> Iterator[list[str]]:
+def nothing_runs(processors: int = PROCESSORS) -> Iterator[list[str]]:
     """Kernels' stages in the order of their launches."""
     launched: list[str] = []
-    with launcher.machine(lambda spec: lambda *_: launched.append(spec.stage), arch_by_name("sm_90a"), PROCESSORS):
+    with launcher.machine(lambda spec: lambda *_: launched.append(spec.stage), arch_by_name("sm_90a"), processors):
         yield launched
 
 
@@ -89,3 +92,26 @@ def test_a_rank_inside_a_document(exchange: str, ranks: int) -> None:
         assert inside[direction][0] == INSIDE[direction]
         own = [name for name in inside[direction][1] if name not in LOCAL_COPY]
         assert sorted(own) == sorted(alone[direction][1] + copies)
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "sharded"])
+def test_what_is_kept_has_no_state_for_each_document(exchange: str) -> None:
+    """Of a middle rank in which one document ends, others lie, and one begins."""
+
+    def kept_bytes(documents: int) -> int:
+        inside = range(TOKENS + 32, 2 * TOKENS, 960 // (documents - 1))
+        offsets = (0, *list(inside)[: documents - 1], 3 * TOKENS)
+        comm = LocalCopies(1, 3)
+        plan = ShardPlan.build("contiguous", offsets, 3)
+        context = CPContext(plan, comm, resolve_exchange(exchange, comm), None, torch.device("cpu"))
+        shapes = (1, 128), (1, 128), (2, 128), (2,), (2,)
+        q, k, v, g, beta = (torch.rand(1, TOKENS, *shape).bfloat16().requires_grad_() for shape in shapes)
+        with nothing_runs(processors=2):  # which have enough to do without segments
+            o, _ = chunk_gated_delta_rule(q, k, v, g, beta, cp_context=context, backend="tilelang")
+        assert o.grad_fn is not None
+        saved = o.grad_fn.saved_tensors  # type: ignore[attr-defined]
+        return sum(x.numel() * x.element_size() for x in saved if x is not None)
+
+    state = 2 * 128 * 128 * 4
+    chunk = 2 * 64 * 64 * 2 + 2 * 64 * 4  # a document has one more than its tokens fill: its inverse and decay
+    assert kept_bytes(17) - kept_bytes(2) < 15 * (chunk + state // 4)
