@@ -146,7 +146,7 @@ def _run_prepared(bound: Bound) -> tuple[torch.Tensor, torch.Tensor | None]:
     if context is None:
         program = Program.of_documents(offsets, q.shape[0] * q.shape[1], q.device)
     else:
-        program = Program.of_context(context, q.device)
+        program = Program.of_context(context, q.device, tables=call.kernels is None)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     tensors = _token_rows(bound.tensors, program, dtype, *bound.gate)
     if call.sigmoid:
@@ -160,7 +160,7 @@ def _run_prepared(bound: Bound) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert context is not None, "without headwise, kernels take all of a call"
         run = functools.partial(_on_kernels, call, offsets_of_stream(context, q.device))
     if context is not None and context.headwise is not None:
-        o, final_state = _run_headwise(context, context.headwise, tensors, state, run)
+        o, final_state = _run_headwise(context, context.headwise, tensors, state, run, call.kernels is None)
     else:
         o, final_state = run(program, tensors, state)
     if call.state_v_first and final_state is not None:
@@ -217,6 +217,7 @@ def _run_headwise(
     tensors: list[torch.Tensor],
     state: torch.Tensor | None,
     run: Callable[..., tuple[torch.Tensor, ...]],
+    on_torch: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The whole stream for some heads instead of some tokens for all heads."""
     plan, device, dtype = context.plan, tensors[0].device, tensors[2].dtype
@@ -228,7 +229,7 @@ def _run_headwise(
     arrived = headwise.to_heads(moved, rows, heads)
     local, state = arrived[:5], arrived[5] if state is not None else None
     if values[context.rank]:
-        o, final_state = run(Program.of_stream(context, device), local, state)
+        o, final_state = run(Program.of_stream(context, device, tables=on_torch), local, state)
     else:
         # No head is left for this rank; it still takes part in every collective, in backward too: what is empty here
         # stays a part of the graph.

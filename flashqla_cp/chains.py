@@ -159,8 +159,8 @@ def _by_need(tables: Tables, length: torch.Tensor, receives: torch.Tensor) -> tu
 def joined(
     known: torch.Tensor | None, arrived: torch.Tensor, rows: torch.Tensor, arriving: torch.Tensor
 ) -> Entries | None:
-    """States of chains, None where there are none. Known ones are followed by those that arrived, and `rows` counts
-    both; without any, the others have their own rows, `arriving`: what is known to be 0 takes no memory."""
+    """States of chains: the known ones followed by those that arrived, of which chains have `rows`. Where none is
+    known, so all are 0, those that arrived alone, of which chains have `arriving`; None without these either."""
     if known is not None:
         return Entries(values=torch.cat([known, arrived]), row=rows)
     return Entries(values=arrived, row=arriving) if len(arrived) else None

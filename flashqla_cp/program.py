@@ -20,7 +20,7 @@ from flashqla_cp.parallel.fragments import Fragments
 
 
 @dataclass(frozen=True, eq=False)
-class Cut:
+class Segments:
     """Segments and, for the torch backend, the table of their chunks, made on the device when it is first asked for."""
 
     starts: Sequence[int]
@@ -40,26 +40,26 @@ class Group:
     """Some segments, as an index on the device (int64) and as chunks of their own."""
 
     index: torch.Tensor
-    cut: Cut
+    segments: Segments
 
     @property
     def table(self) -> ChunkTable:
-        return self.cut.table
+        return self.segments.table
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """Segments of one process. Index tensors are int64 on the device of the tensors.
 
-    cut: all segments; table: their chunks. covered: [T] bool, tokens of some segment, or None when that is all of them.
-    entries, exits: (segment, document) pairs as two rows: segments that begin, or end, their document. empty:
-    documents without tokens whose state passes through this process. emitters, receivers, interior: segments that
-    send a map, receive a state, and send a correction; they exist only with an exchange.
+    segments: all of them; table: their chunks. covered: [T] bool, tokens of some segment, None when all are. entries,
+    exits: (segment, document) pairs as two rows: segments that begin, or end, their document. empty: documents without
+    tokens whose state passes through this process. emitters, receivers, interior: segments that send a map, receive a
+    state, and send a correction; they exist only with an exchange.
     """
 
     num_tokens: int
     num_documents: int
-    cut: Cut
+    segments: Segments
     covered: torch.Tensor | None
     entries: torch.Tensor
     exits: torch.Tensor
@@ -77,11 +77,17 @@ class Program:
 
     @property
     def table(self) -> ChunkTable:
-        return self.cut.table
+        return self.segments.table
+
+    def with_tables(self) -> Program:
+        """This, once the tables of all its segments are made: a capture of a CUDA graph cannot make them."""
+        for segments in (self.segments, self.emitters.segments, self.receivers.segments, self.interior.segments):
+            _ = segments.table
+        return self
 
     def _rows(self, own: torch.Tensor, exchanged: Group) -> torch.Tensor:
         """Row of each segment's state among the own documents' states followed by the exchanged ones."""
-        rows = torch.full((len(self.cut.starts),), -1, dtype=torch.int64, device=own.device)
+        rows = torch.full((len(self.segments.starts),), -1, dtype=torch.int64, device=own.device)
         order = torch.cat([own[0], exchanged.index])
         return rows.index_copy(0, order, torch.arange(len(order), device=own.device))
 
@@ -102,16 +108,25 @@ class Program:
         )
 
     @classmethod
-    def of_context(cls, context: CPContext, device: torch.device) -> Program:
-        """The fragments that this rank holds, in slot order; kept in the context."""
+    def of_context(cls, context: CPContext, device: torch.device, *, tables: bool = False) -> Program:
+        """The fragments that this rank holds, in slot order; kept in the context. tables: with all of its tables."""
         own = context.plan.fragments.owned_by(context.rank)
-        return context.kept(("program of fragments",), device, lambda: cls._of_fragments(context, own, device))
+
+        def make() -> Program:
+            made = cls._of_fragments(context, own, device)
+            return made.with_tables() if tables else made
+
+        return context.kept(("program of fragments", tables), device, make)
 
     @classmethod
-    def of_stream(cls, context: CPContext, device: torch.device) -> Program:
-        """The documents of a context's whole stream, as if this process held all of it; kept in the context."""
-        offsets, num_tokens = context.plan.cu_seqlens, context.plan.num_tokens
-        return context.kept(("program of stream",), device, lambda: cls.of_documents(offsets, num_tokens, device))
+    def of_stream(cls, context: CPContext, device: torch.device, *, tables: bool = False) -> Program:
+        """The documents of a context's whole stream, as if this process held all of it; kept as that of of_context."""
+
+        def make() -> Program:
+            made = cls.of_documents(context.plan.cu_seqlens, context.plan.num_tokens, device)
+            return made.with_tables() if tables else made
+
+        return context.kept(("program of stream", tables), device, make)
 
     @classmethod
     def _of_fragments(cls, context: CPContext, own: Fragments, device: torch.device) -> Program:
@@ -157,7 +172,7 @@ class Program:
 
         def group(rows: Sequence[int]) -> Group:
             own = [starts[row] for row in rows], [lengths[row] for row in rows]
-            return Group(index(rows), Cut(*own, num_tokens, device))
+            return Group(index(rows), Segments(*own, num_tokens, device))
 
         covered = None
         if sum(lengths) < num_tokens:
@@ -168,7 +183,7 @@ class Program:
         return cls(
             num_tokens,
             num_documents,
-            Cut(starts, lengths, num_tokens, device),
+            Segments(starts, lengths, num_tokens, device),
             covered,
             pairs(entries),
             pairs(exits),

@@ -75,20 +75,22 @@ def training_bytes(
     if num_cut is not None:
         _check_least(0, num_cut=num_cut)
         if num_cut > num_documents or (num_cut and not exchanged):
-            most = num_documents if exchanged else "0 unless exchanged"
-            raise ValueError(f"num_cut: got {num_cut}, expected at most {most}")
+            wanted = f"at most num_documents={num_documents}" if exchanged else "0 without exchanged=True"
+            raise ValueError(f"num_cut: got {num_cut}, expected {wanted}")
     if longest is not None:
         _check_least(0, longest=longest)
         if longest > num_tokens:
             raise ValueError(f"longest: got {longest}, expected no more than num_tokens={num_tokens}")
+    num_tokens, num_documents, num_entries, num_exits = map(int, (num_tokens, num_documents, num_entries, num_exits))
+    num_heads, num_v_heads, head_dim, processors = map(int, (num_heads, num_v_heads, head_dim, processors))
     size = TableSizes.of(
         num_tokens,
         num_documents,
         num_v_heads=num_v_heads,
         processors=processors,
         exchanged=exchanged,
-        num_cut=num_cut,
-        longest=longest,
+        num_cut=None if num_cut is None else int(num_cut),
+        longest=None if longest is None else int(longest),
     )
     state = num_v_heads * head_dim**2 * WIDE
     solved = size.chunks * num_v_heads * (CHUNK * WIDE + CHUNK**2 * element_size + WIDE)

@@ -11,6 +11,7 @@ import torch
 
 from flashqla_cp import causal_conv1d, chunk_gated_delta_rule
 from flashqla_cp.cli.bench_contenders import LocalCopies
+from flashqla_cp.kernels.chunks import ChunkTable
 from flashqla_cp.parallel.context import CPContext, context_of
 from flashqla_cp.parallel.exchange.choose import EXCHANGES, resolve_exchange
 from flashqla_cp.parallel.plan import ShardPlan
@@ -80,9 +81,22 @@ def test_calls_after_the_first_make_nothing_of_numbers(exchange: str, monkeypatc
         raise AssertionError("made again")
 
     first = step()
-    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (Program, "_build")):
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (Program, "_build"), (ChunkTable, "of")):
         monkeypatch.setattr(owner, name, refuse)
     assert all(map(torch.equal, first, step()))
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_inference_makes_all_that_training_reads(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a step can be captured after a call without gradients, and torch's after one on kernels."""
+    context = middle_of(exchange)
+    inputs = make_inputs(context.local_tokens, 2, 4, 8, 8)
+    Program.of_context(context, CPU)  # as kernels want it
+    with torch.inference_mode():
+        chunk_gated_delta_rule(**inputs, cp_context=context)
+    monkeypatch.setattr(ChunkTable, "of", lambda *_: pytest.fail("made in a capture"))
+    o, _ = chunk_gated_delta_rule(**inputs, cp_context=context)
+    o.sum().backward()
 
 
 def test_a_copied_model_keeps_its_context() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -129,6 +130,7 @@ def test_training_bytes_follow_the_sizes():
     assert training_bytes(65536, 1, **sizes, exchanged=True).saved > said.saved
     state = 32 * 128 * 128 * 4
     some = training_bytes(65536, 50, **sizes, exchanged=True, num_cut=2)
+    assert training_bytes(np.int32(65536), np.uint8(50), **sizes, exchanged=True, num_cut=np.uint8(2)) == some
     assert training_bytes(65536, 50, **sizes, exchanged=True).saved == some.saved + 48 * (2 * state + 32 * 4)
     more = training_bytes(65536, 1, **sizes, num_entries=1).saved
     assert more == said.saved + 32 * 128 * 128 * 4 + 4
@@ -149,8 +151,8 @@ def test_training_bytes_follow_the_sizes():
         ({"num_exits": -1}, "num_exits: got -1"),
         ({"longest": -1}, "longest: got -1"),
         ({"num_cut": -1}, "num_cut: got -1"),
-        ({"num_cut": 1}, "num_cut: got 1, expected at most 0 unless exchanged"),
-        ({"num_cut": 2, "exchanged": True}, "num_cut: got 2, expected at most 1"),
+        ({"num_cut": 1}, "num_cut: got 1, expected 0 without exchanged=True"),
+        ({"num_cut": 2, "exchanged": True}, "num_cut: got 2, expected at most num_documents=1"),
         ({"longest": 65537}, "longest: got 65537, expected no more than num_tokens=65536"),
         ({"head_dim": 0}, "head_dim: got 0, expected one of 64, 128"),
         ({"head_dim": 96}, "head_dim: got 96, expected one of 64, 128"),
