@@ -9,7 +9,7 @@
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-if [[ " $* " = *" --help "* || " $* " = *" -h "* ]]; then show_help; fi
+help_if_asked "$@"
 setup_environment train
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # the ranks share the cores
 OUT="runs/quickstart"

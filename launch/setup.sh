@@ -1,6 +1,7 @@
 # Sourced by the scripts of this folder, not run by itself: one virtual environment in .venv for all of them.
 #
 # show_help                 ends the script that was started, after printing the comment that it begins with
+# help_if_asked ARGUMENT... the same, if one of these is --help or -h
 # setup_environment EXTRA   installs the project with that extra, or does nothing if that was done before and
 #                           pyproject.toml is unchanged. Afterwards PY is the interpreter to use, and HAVE_GPU is 1 or 0.
 #
@@ -26,6 +27,10 @@ die() {
 show_help() {
     awk 'NR == 1 { next } /^#/ { sub(/^# ?/, ""); print; next } { exit }' "$0"
     exit 0
+}
+
+help_if_asked() {
+    if [[ " $* " = *" --help "* || " $* " = *" -h "* ]]; then show_help; fi
 }
 
 find_gpu() {

@@ -21,10 +21,9 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$ROOT"
 
-if [[ " $* " = *" --help "* || " $* " = *" -h "* ]]; then show_help; fi
-gpus=0
-if command -v nvidia-smi >/dev/null 2>&1; then gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)"; fi
-ranks="${RANKS:-$((gpus > 0 ? gpus : 2))}"
+help_if_asked "$@"
+find_gpu
+ranks="${RANKS:-$((NUM_GPUS > 0 ? NUM_GPUS : 2))}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
 if [ "$#" = 0 ]; then set -- "$([[ "${PROGRAM:-}" = *deepspeed* ]] && echo --sp || echo --cp)" "$ranks"; fi

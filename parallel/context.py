@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flashqla_cp.parallel.comm import Comm
 from flashqla_cp.parallel.exchange.base import Exchange
 from flashqla_cp.parallel.exchange.choose import check_exchange_name, map_exchange, resolve_exchange
-from flashqla_cp.parallel.exchange.headwise import Headwise, token_rows
+from flashqla_cp.parallel.exchange.headwise import Headwise, RowTable, token_rows
 from flashqla_cp.parallel.halo import Halo
 from flashqla_cp.parallel.once import differentiable_once
 from flashqla_cp.parallel.plan import ShardPlan, offsets_to_read, read_offsets
@@ -127,6 +127,12 @@ class CPContext:
         if key not in self.memo:
             self.memo[key] = Halo.of(self.plan, self.comm, kernel_size)
         return self.memo[key]
+
+    def rows(self) -> RowTable:
+        """Where the rows of all ranks lie in the stream."""
+        if "rows" not in self.memo:
+            self.memo["rows"] = self.headwise.tokens if self.headwise else token_rows(self.plan)
+        return self.memo["rows"]
 
     @torch.inference_mode(False)
     def kept(self, name: tuple[Any, ...], device: torch.device, make: Callable[[], Made]) -> Made:
@@ -241,7 +247,7 @@ class _Unshard(torch.autograd.Function):
         padded[: len(x)] = x
         gathered = context.comm.all_gather(padded).wait()
         joined = torch.cat([rows[:count] for rows, count in zip(gathered, counts, strict=True)])
-        order = context.memo.setdefault("token rows", token_rows(plan)).on(x.device)[0]
+        order = context.rows().on(x.device)[0]
         return joined.index_select(0, order)
 
     @staticmethod

@@ -90,8 +90,13 @@ class LocalCopies(Comm):
 
 def middle_context(tokens: int, ranks: int, device: torch.device, exchange: str = "auto") -> CPContext:
     """Context of rank ranks // 2 of `ranks` that share one document and hold `tokens` each; none of them is there."""
+    return middle_of_documents((0, ranks * tokens), ranks, device, exchange)
+
+
+def middle_of_documents(offsets: Sequence[int], ranks: int, device: torch.device, exchange: str) -> CPContext:
+    """The same for documents that are cut into equal contiguous parts."""
     comm = LocalCopies(ranks // 2, ranks)
-    plan = ShardPlan.build("contiguous", (0, ranks * tokens), ranks)
+    plan = ShardPlan.build("contiguous", offsets, ranks)
     return CPContext(plan, comm, resolve_exchange(exchange, comm), None, device)
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from flashqla_cp import causal_conv1d, chunk_gated_delta_rule
-from flashqla_cp.cli.bench_contenders import LocalCopies
+from flashqla_cp.cli.bench_contenders import middle_of_documents
 from flashqla_cp.kernels.chunks import ChunkTable
+from flashqla_cp.parallel import context as context_module
 from flashqla_cp.parallel.context import CPContext, context_of
-from flashqla_cp.parallel.exchange.choose import EXCHANGES, resolve_exchange
-from flashqla_cp.parallel.plan import ShardPlan
+from flashqla_cp.parallel.exchange.choose import EXCHANGES
 from flashqla_cp.program import Program
 from flashqla_cp.testing.inputs import make_inputs
 
@@ -24,9 +24,7 @@ RANKS, OFFSETS = 3, (0, 70, 70, 128)
 
 def middle_of(exchange: str) -> CPContext:
     """Of the middle rank of RANKS, each of which holds a part of two documents, or of one."""
-    comm = LocalCopies(1, RANKS)
-    plan = ShardPlan.build("contiguous", OFFSETS, RANKS)
-    return CPContext(plan, comm, resolve_exchange(exchange, comm), None, CPU)
+    return middle_of_documents(OFFSETS, RANKS, CPU, exchange)
 
 
 class Device:
@@ -97,6 +95,15 @@ def test_inference_makes_all_that_training_reads(exchange: str, monkeypatch: pyt
     monkeypatch.setattr(ChunkTable, "of", lambda *_: pytest.fail("made in a capture"))
     o, _ = chunk_gated_delta_rule(**inputs, cp_context=context)
     o.sum().backward()
+
+
+@pytest.mark.parametrize("exchange", ["allgather", "headwise"])
+def test_unshard_finds_the_rows_once(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = middle_of(exchange)
+    x = torch.arange(whole.local_tokens, dtype=torch.float64)[None, :, None]
+    first = whole.unshard(x)
+    monkeypatch.setattr(context_module, "token_rows", lambda plan: pytest.fail("counted again"))
+    assert torch.equal(first, whole.unshard(x)) and first.shape[1] == OFFSETS[-1]
 
 
 def test_a_copied_model_keeps_its_context() -> None:

@@ -14,12 +14,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashqla_cp import chunk_gated_delta_rule
-from flashqla_cp.cli.bench_contenders import LocalCopies, middle_context
+from flashqla_cp.cli.bench_contenders import middle_context, middle_of_documents
 from flashqla_cp.kernels.arch import arch_by_name
 from flashqla_cp.kernels.host import launcher
-from flashqla_cp.parallel.context import CPContext
-from flashqla_cp.parallel.exchange.choose import resolve_exchange
-from flashqla_cp.parallel.plan import ShardPlan
 
 TOKENS, HEADS, V_HEADS, DIM = 1024, 4, 8, 64
 PROCESSORS = 132  # so that the document is cut into segments
@@ -101,9 +98,7 @@ def test_what_is_kept_has_no_state_for_each_document(exchange: str) -> None:
     def kept_bytes(documents: int) -> int:
         inside = range(TOKENS + 32, 2 * TOKENS, 960 // (documents - 1))
         offsets = (0, *list(inside)[: documents - 1], 3 * TOKENS)
-        comm = LocalCopies(1, 3)
-        plan = ShardPlan.build("contiguous", offsets, 3)
-        context = CPContext(plan, comm, resolve_exchange(exchange, comm), None, torch.device("cpu"))
+        context = middle_of_documents(offsets, 3, torch.device("cpu"), exchange)
         shapes = (1, 128), (1, 128), (2, 128), (2,), (2,)
         q, k, v, g, beta = (torch.rand(1, TOKENS, *shape).bfloat16().requires_grad_() for shape in shapes)
         with nothing_runs(processors=2):  # which have enough to do without segments
