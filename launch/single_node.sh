@@ -26,5 +26,17 @@ find_gpu
 ranks="${RANKS:-$((NUM_GPUS > 0 ? NUM_GPUS : 2))}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # ranks share the cores
 
+# torchrun would bury the program's own word on this under its report of every rank.
+option=""
+for argument in "$@" ""; do
+    value=""
+    case "$option" in --cp | --sp) value="$argument" ;; esac
+    case "$argument" in --cp=* | --sp=*) option="${argument%%=*}" value="${argument#*=}" ;; esac
+    if [[ "$value" =~ ^[1-9][0-9]*$ ]] && ((ranks % value)); then
+        die "$option $value does not divide the $ranks ranks; choose another, or set RANKS, the processes to start"
+    fi
+    option="$argument"
+done
+
 if [ "$#" = 0 ]; then set -- "$([[ "${PROGRAM:-}" = *deepspeed* ]] && echo --sp || echo --cp)" "$ranks"; fi
 exec torchrun --standalone --nproc-per-node "$ranks" "${PROGRAM:-launch/train.py}" "$@"

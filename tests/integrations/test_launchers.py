@@ -85,3 +85,11 @@ def test_a_failure_of_the_program_is_one_of_the_job(environment: dict[str, str])
     ran = subprocess.run(command, cwd=LAUNCH.parent, env=environment | job, capture_output=True, text=True, timeout=300)
     assert ran.returncode != 0
     assert "--cp: got 3" in ran.stderr
+
+
+@pytest.mark.parametrize("options", [["--steps", "1", "--cp", "3"], ["--sp=3"]])
+def test_ranks_of_a_sequence_that_do_not_divide_are_refused_at_once(options: list[str], environment) -> None:
+    command = ["bash", str(LAUNCH / "single_node.sh"), *options]
+    ran = subprocess.run(command, env=environment | {"RANKS": "4"}, capture_output=True, text=True, timeout=30)
+    assert ran.returncode == 2
+    assert " 3 does not divide the 4 ranks" in ran.stderr and ran.stderr.count("\n") == 1
