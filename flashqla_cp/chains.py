@@ -76,8 +76,8 @@ class Rows:
 class Local:
     """A context's fragments on one device, with indices as the kernels want them.
 
-    exits: carried rows of the states that leave; fronts: of the gradients that do; interior: chains whose correction
-    does. entry_row, exit_row: rows of chains among the known states (of documents that begin here, or gradients of
+    exits: carried rows of the states that leave; fronts: of the gradients that do; interior: rows of the corrections
+    that do. entry_row, exit_row: rows of chains among the known states (of documents that begin here, or gradients of
     those that end here) followed by those that arrive; known_entry and known_exit have the known ones only,
     arriving_entry and arriving_exit the others, counted among themselves. early, late: the tables of chains that need
     no state of another rank, None where these are few, and of the others.
@@ -130,7 +130,7 @@ class Local:
             tables=tables,
             exits=Rows.of(exits[emits.bool()], device),
             fronts=Rows.of(fronts[receives.bool()], device),
-            interior=Rows.of((emits & receives).nonzero().flatten(), device),
+            interior=Rows.of(exits[(emits & receives).bool()], device),
             entry_row=entry_row,
             known_entry=torch.where(entry_row < begun, entry_row, -1),
             arriving_entry=torch.where(entry_row < begun, -1, entry_row - begun),

@@ -1,6 +1,6 @@
 """The op's forward on kernels: the stages in order, where kernels and ranks meet.
 
-    tables, gate_cumsum, solve, summary, [chain_maps, send, forward of some, receive], affine_chain, forward
+    tables, gate_cumsum, solve, summary, affine_chain [or chain_maps, exchange, enter_chains], forward
 
 The bracketed stages exist only where documents were cut between ranks. A document is a chain; a device cuts long chains
 into segments, whose maps it chains, so that all its multiprocessors work. A rank's fragments are chains too: their maps
@@ -93,7 +93,9 @@ class Call(NamedTuple):
         its A_log, dt_bias; offsets: a list if the host knows them."""
         x, initial = self.inputs(tensors, gate), self.state(initial_state)
         if context is not None:
-            o, states, kept = forward_sharded(x, self.local(x, context), initial, self.scale, self.final)
+            o, states, kept = forward_sharded(
+                x, self.local(x, context), initial, self.scale, self.final, self.trains and self.recompute != "forward"
+            )
         else:
             batch, length = tensors[0].shape[:2]
             begun = self.begin(x, documents_of(offsets, batch, length, x.q.device))
@@ -199,15 +201,16 @@ def pass_on(x: Inputs, num_documents: int, initial: torch.Tensor | None) -> torc
 
 
 def forward_sharded(
-    x: Inputs, local: Local, initial: torch.Tensor | None, scale: float, final: bool
+    x: Inputs, local: Local, initial: torch.Tensor | None, scale: float, final: bool, keeps: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None, Kept]:
-    """As forward, for this rank's tokens; states count the documents of the whole stream."""
+    """As forward, for this rank's tokens; states count the documents of the whole stream. keeps: whether what is kept
+    of the exchange will be read."""
     program, tables = local.program, local.tables
     if not tables.num_chains:
         return (
             torch.zeros_like(x.v),
             passed_on(x, program, initial) if final else None,
-            prepare_sharded(x, local, initial),
+            prepare_sharded(x, local, initial, keeps=keeps),
         )
     fill = torch.empty_like if program.covered is None else torch.zeros_like
     o = fill(x.v, memory_format=torch.contiguous_format)
@@ -218,7 +221,7 @@ def forward_sharded(
         if part is not None and len(part.segments):
             _finish(x, kept._replace(tables=part), scale, o, exits)
 
-    kept = prepare_sharded(x, local, initial, lambda known: finish(known, local.early))
+    kept = prepare_sharded(x, local, initial, lambda known: finish(known, local.early), keeps)
     finish(kept, local.late)
     if exits is None:
         return o, None, kept
@@ -227,7 +230,11 @@ def forward_sharded(
 
 
 def prepare_sharded(
-    x: Inputs, local: Local, initial: torch.Tensor | None, meanwhile: Callable[[Kept], None] | None = None
+    x: Inputs,
+    local: Local,
+    initial: torch.Tensor | None,
+    meanwhile: Callable[[Kept], None] | None = None,
+    keeps: bool = True,
 ) -> Kept:
     """As prepare, for this rank's tokens, if any: the exchange included, in which every rank takes part.
 
@@ -238,7 +245,7 @@ def prepare_sharded(
         kept = Kept(tables=tables)
         if program.exchange is not None:
             nothing = x.numbers(0, x.v.shape[1], x.v.shape[2], x.q.shape[2])
-            kept = kept._replace(exchanged=program.exchange.forward(nothing, nothing).wait().kept)
+            kept = kept._replace(exchanged=program.exchange.forward(nothing, nothing, keeps=keeps).wait().kept)
         return kept
     solved = kernels.solve(x, kernels.gate_cumsum(x, tables), tables)
     own = None if initial is None else initial.index_select(0, program.entries[1])
@@ -249,28 +256,31 @@ def prepare_sharded(
         if maps is not None:
             kernels.affine_chain(x, maps, tables, entries)
         return Kept(tables=tables, solved=solved, maps=maps, entries=entries)
-    carried, pending = _send(x, local, maps, entries)
+    whole, pending = _send(x, local, maps, entries, keeps)
     if meanwhile is not None:
-        known = Maps(boundary=carried, correction=maps.correction, corrects=maps.corrects)
-        meanwhile(Kept(tables=tables, solved=solved, maps=known, entries=entries))
+        meanwhile(Kept(tables=tables, solved=solved, maps=maps._replace(boundary=whole.boundary), entries=entries))
     arrived = pending.wait()
-    entries = joined(own, arrived.states.contiguous(), local.entry_row, local.arriving_entry)
-    kernels.affine_chain(x, maps, tables, entries)
+    states = arrived.states.contiguous()
+    entries = joined(own, states, local.entry_row, local.arriving_entry)
+    if len(local.interior):
+        kernels.enter_chains(x, whole, tables, Entries(values=states, row=local.arriving_entry))
+    else:
+        kernels.affine_chain(x, maps, tables, entries)
     return Kept(tables=tables, solved=solved, maps=maps, entries=entries, exchanged=arrived.kept)
 
 
-def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None) -> tuple[torch.Tensor, PendingStates]:
-    """Start to bring the states in front of the fragments that go on with a document. -> the states behind segments
-    here, as far as they are known yet."""
+def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None, keeps: bool) -> tuple[Maps, PendingStates]:
+    """Start to bring the states in front of the fragments that go on with a document. -> what chains make of their
+    entries as far as these are known yet; with maps where one is sent."""
     program = local.program
     assert program.exchange is not None
     if len(local.interior):
-        carried, correction = kernels.chain_maps(x, maps, local.tables, known)
-        correction = local.interior.of_tensor(correction)
+        whole = kernels.chain_maps(x, maps, local.tables, known)
+        sent = local.interior.of_tensor(whole.correction)
     else:
-        carried = kernels.affine_chain(x, maps, local.tables, known, apart=True)
-        correction = maps.correction[:0]
-    return carried, program.exchange.forward(local.exits.of_tensor(carried), correction)
+        whole = maps._replace(boundary=kernels.affine_chain(x, maps, local.tables, known, apart=True))
+        sent = maps.correction[:0]
+    return whole, program.exchange.forward(local.exits.of_tensor(whole.boundary), sent, keeps=keeps)
 
 
 def passed_on(x: Inputs, program: Program, initial: torch.Tensor | None) -> torch.Tensor:

@@ -48,12 +48,13 @@ def rows(arch: Arch, choices: Mapping[str, Sequence[Any]]) -> list[KernelSpec]:
         chain = {"head_dim": head_dim}
         found += [make_spec("fold", arch, chain), make_spec("fold", arch, chain, {}, {"adjoint": True})]
         found.append(make_spec("affine_chain", arch, chain, {}, {"reverse": True, "apart": True}))
+        found.append(make_spec("enter_chains", arch, chain))
         for initial_state in (False, True):
             for reverse in (False, True):
                 flags = {"initial_state": initial_state, "reverse": reverse}
                 found.append(make_spec("affine_chain", arch, chain, {}, flags))
-            for final_correction in (False, True):
-                flags = {"initial_state": initial_state, "apart": True, "final_correction": final_correction}
+            for flag in ("apart", "final_correction"):
+                flags = {"initial_state": initial_state, flag: True}
                 found.append(make_spec("affine_chain", arch, chain, {}, flags))
     for head_dim, ratio, dtype, l2norm in product(
         choices["head_dim"], choices["ratio"], choices["dtype"], (False, True)
@@ -97,6 +98,7 @@ def _register(stage: str, folders: Mapping[str, str], module_name: str = "") -> 
 _PORTABLE = {"sm90": "portable", "sm100": "portable"}
 for _stage in ("tables", "gate_cumsum", "solve", "affine_chain", "clear_rows", "fold", "gate_grad"):
     _register(_stage, _PORTABLE)
+_register("enter_chains", _PORTABLE, "affine_chain")
 for _stage in ("conv_places", "causal_conv"):
     _register(_stage, _PORTABLE, "causal_conv")
 for _stage in ("causal_conv_grad", "conv_halo_grad"):

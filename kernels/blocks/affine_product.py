@@ -1,76 +1,166 @@
-"""One step of a chain of maps by a block: some rows of a state, transposed, times a correction. In fp32.
+"""One step of a chain of maps by a block: some rows of a state, transposed, times a correction. To fp32 rounding.
 
     S^T M^T        or, for the adjoint, S^T M        M^T [K in, K out]
 
-A warp has a run of the inner dimension and half of the rows, a thread a tile of 8 outputs of K by some rows; the warps'
-sums meet in shared memory.
+By mma.sync in TF32, three products for one: with x = x_high + x_low, each rounded to what the tensor cores read,
+
+    s m = s_low m_high + s_high m_low + s_high m_high        leaves out s_low m_low, 2^-22 of s m
+
+A warp has 32 outputs and half of the inner dimension, which the registers of its lanes hold: every number of M is read
+once, from global memory, and split by one warp. As soon as a step has used a number, that of the step behind takes its
+place. S, which many warps read, is split once, as it is put in shared memory; there the two halves' sums meet, too.
+
+The order of the inner dimension and of the outputs is free where both operands agree: of 16 inner numbers, two steps of
+mma.sync, thread t of the 4 that share a row has 4 t to 4 t + 3, and column n of tile j is output 4 n + j. So what a
+lane reads, and what it finishes, are 4 numbers side by side.
 """
 
 import tilelang.language as T
 
-from flashqla_cp.kernels.blocks.product_shares import COLUMNS, PAD, PARTS
+from flashqla_cp.kernels.blocks.product_shares import INNER, OUTPUTS, VECTOR, WARP
+from flashqla_cp.kernels.blocks.small_products import nearest_tf32
+
+STATE_PAD = 4  # numbers behind a line: with these the vectors that a quarter of a warp reads lie in different banks
+TILES = OUTPUTS // 8  # of mma.sync, along a warp's outputs
+
+
+def product_registers(shares):
+    """This thread's numbers of M^T."""
+    return T.alloc_local((OUTPUTS * shares.inner // WARP,), "float32")
 
 
 @T.macro
-def product_memory(K, slots):
-    """M^T of `slots` steps, the states that it meets, and sums."""
-    tile = T.alloc_shared((slots, K, K + PAD), "float32")
-    state = T.alloc_shared((K, COLUMNS + PAD), "float32")
-    partial = T.alloc_shared((PARTS, COLUMNS, K), "float32")
-    return tile, state, partial
+def product_memory(shares):
+    """S^T as a left operand has it: a line has rows n and n + 8 of a tile; of two numbers side by side in both rows
+    the high parts, then the low ones. And the sums that one half of the warps finishes for the other."""
+    state = T.alloc_shared((shares.columns // 2, 4 * shares.K + STATE_PAD), "float32")
+    halves = T.alloc_shared((2, shares.finished // VECTOR, shares.threads // 2, VECTOR), "float32")
+    return state, halves
+
+
+def _number(maps, where, i, j):
+    """M^T[i, j] of one of `maps`, which start at `where`: (row, head), or (line,) where they lie below each other."""
+    return maps[(*where, i, j)] if len(where) > 1 else maps[where[0] + i, j]
 
 
 @T.macro
-def multiply(tile, slot, state, partial, thread, shares, adjoint):
-    """partial[part] [COLUMNS, K] = the warps' share of S^T M^T, or of S^T M; tile[slot] is M^T, state S."""
-    sums = T.alloc_local((shares.wide * 8,), "float32")
-    m = T.alloc_local((4 * 8,), "float32")
-    s = T.alloc_local((shares.wide,), "float32")
-    for i in T.unroll(shares.wide * 8):
-        sums[i] = 0.0
-    for quad in T.unroll(shares.run // 4):
-        for i in T.unroll(8):
+def bring(m, run, maps, where, thread, shares, adjoint):
+    """Start to read this thread's numbers of M^T of a run of INNER."""
+    inner = shares.first_inner(thread) + run * INNER + thread % 4 * VECTOR
+    output = shares.first_output(thread) + thread % WARP // 4 * VECTOR
+    for i in T.unroll(VECTOR):
+        for e in T.vectorized(VECTOR):
+            if adjoint:
+                m[(run * VECTOR + i) * VECTOR + e] = _number(maps, where, output + i, inner + e)
+            else:
+                m[(run * VECTOR + i) * VECTOR + e] = _number(maps, where, inner + i, output + e)
+
+
+@T.macro
+def bring_all(m, maps, where, thread, shares, adjoint):
+    """Of all runs."""
+    for run in T.unroll(shares.runs):
+        bring(m, run, maps, where, thread, shares, adjoint)
+
+
+@T.macro
+def split(x, high, low, count):
+    """x[i] as the sum of two numbers that the tensor cores read whole, to 2^-22 of it."""
+    for i in T.unroll(count):
+        high[i] = T.reinterpret(T.reinterpret(nearest_tf32(x[i]), "uint32") & T.cast(0xFFFFE000, "uint32"), "float32")
+        low[i] = nearest_tf32(x[i] - high[i])
+
+
+@T.macro
+def place(held, state, thread, shares):
+    """Put this thread's finished numbers of S^T where the next product reads them."""
+    pair, high, low = (T.alloc_local((4,), "float32") for _ in range(3))
+    for t in T.unroll(shares.tiles):
+        for side in T.unroll(VECTOR // 2):
+            for i in T.unroll(4):
+                pair[i] = held[(2 * t + i % 2) * VECTOR + 2 * side + i // 2]
+            split(pair, high, low, 4)
+            slot = shares.output(thread) // INNER * 8 + side * 4 + shares.output(thread) % INNER // VECTOR
             for e in T.vectorized(4):
-                if adjoint:  # 4 inner ones of output i
-                    m[i * 4 + e] = tile[
-                        slot,
-                        i * shares.groups + thread % shares.groups,
-                        shares.part(thread) * shares.run + quad * 4 + e,
-                    ]
-                else:  # 4 outputs by an inner one
-                    m[i * 4 + e] = tile[
-                        slot,
-                        shares.part(thread) * shares.run + quad * 4 + i // 2,
-                        i % 2 * (shares.K // 2) + thread % shares.groups * 4 + e,
-                    ]
-        for r in T.unroll(4):
-            for e in T.vectorized(shares.wide):
-                s[e] = state[shares.part(thread) * shares.run + quad * 4 + r, shares.column(thread) + e]
-            for v in T.unroll(shares.wide):
-                for i in T.unroll(8):
-                    if adjoint:
-                        sums[v * 8 + i] = sums[v * 8 + i] + m[i * 4 + r] * s[v]
-                    else:
-                        sums[v * 8 + i] = sums[v * 8 + i] + m[r * 8 + i] * s[v]
-    for v in T.unroll(shares.wide):
-        if adjoint:
-            for i in T.unroll(8):
-                partial[shares.part(thread), shares.column(thread) + v, i * shares.groups + thread % shares.groups] = (
-                    sums[v * 8 + i]
-                )
-        else:
-            for half in T.unroll(2):
-                for e in T.vectorized(4):
-                    partial[
-                        shares.part(thread),
-                        shares.column(thread) + v,
-                        half * (shares.K // 2) + thread % shares.groups * 4 + e,
-                    ] = sums[v * 8 + half * 4 + e]
+                state[shares.line(thread, t), slot * 8 + e] = high[e]
+            for e in T.vectorized(4):
+                state[shares.line(thread, t), slot * 8 + 4 + e] = low[e]
 
 
 @T.macro
-def product(tile, slot, state, partial, thread, shares, adjoint):
-    """What `multiply` says, once this thread's copies have come; then M^T and `state` may be written again."""
+def add_tiles(left, right, sums, shares):
+    """sums += left right of a warp's tiles."""
+    for t in T.unroll(shares.tiles):
+        for j in T.unroll(TILES):
+            T.ptx_mma(
+                "float32",
+                "m16n8k8",
+                "row",
+                "col",
+                "tf32",
+                "tf32",
+                "fp32",
+                left.data,
+                4 * t,
+                right.data,
+                2 * j,
+                sums.data,
+                (t * TILES + j) * 4,
+                T.bool(False),
+            )
+
+
+@T.macro
+def multiply(state, m, sums, thread, shares, adjoint, follows, maps, where):
+    """sums = a warp's share of the product; then m is of the map at `where`, if one follows."""
+    b, b_high, b_low = (T.alloc_local((2 * TILES,), "float32") for _ in range(3))  # 2 inner ones of all tiles
+    s_high, s_low = (T.alloc_local((4 * shares.tiles,), "float32") for _ in range(2))  # 2 inner ones of 2 rows
+    for i in T.unroll(shares.tiles * TILES * 4):
+        sums[i] = 0.0
+    for run in T.unroll(shares.runs):
+        for half in T.unroll(2):
+            slot = (shares.first_inner(thread) // INNER + run) * 8 + half * 4 + thread % 4
+            for t in T.unroll(shares.tiles):
+                for e in T.vectorized(4):
+                    s_high[4 * t + e] = state[shares.line(thread, t), slot * 8 + e]
+                for e in T.vectorized(4):
+                    s_low[4 * t + e] = state[shares.line(thread, t), slot * 8 + 4 + e]
+            for j in T.unroll(TILES):
+                for i in T.unroll(2):
+                    if adjoint:
+                        b[2 * j + i] = m[(run * VECTOR + j) * VECTOR + 2 * half + i]
+                    else:
+                        b[2 * j + i] = m[(run * VECTOR + 2 * half + i) * VECTOR + j]
+            split(b, b_high, b_low, 2 * TILES)
+            add_tiles(s_low, b_high, sums, shares)
+            add_tiles(s_high, b_low, sums, shares)
+            add_tiles(s_high, b_high, sums, shares)
+        if follows == 1:
+            bring(m, run, maps, where, thread, shares, adjoint)
+
+
+@T.macro
+def product(shared, m, finished, thread, shares, adjoint, follows, maps, where):
+    """finished = this thread's numbers of S^T M^T, or of S^T M, of what was placed and brought; then `state` may be
+    written again, and m is of the map at `where`, if one follows."""
+    state, halves = shared
+    sums = T.alloc_local((shares.tiles * TILES * 4,), "float32")
+    vector = T.alloc_local((VECTOR,), "float32")
+    # A thread finishes the columns of one parity, in both rows.
+    part = T.alloc_var("int32", init=shares.part(thread))
+    partner = thread % (shares.threads // 2)
     T.sync_threads()
-    multiply(tile, slot, state, partial, thread, shares, adjoint)
+    multiply(state, m, sums, thread, shares, adjoint, follows, maps, where)
+    for v in T.unroll(shares.finished // VECTOR):
+        for j in T.unroll(VECTOR):
+            place_of = (v // 2 * TILES + j) * 4 + v % 2 * 2
+            vector[j] = T.if_then_else(part == 0, sums[place_of + 1], sums[place_of])
+            finished[v * VECTOR + j] = T.if_then_else(part == 0, sums[place_of], sums[place_of + 1])
+        for e in T.vectorized(VECTOR):
+            halves[part, v, partner, e] = vector[e]
     T.sync_threads()
+    for v in T.unroll(shares.finished // VECTOR):
+        for e in T.vectorized(VECTOR):
+            vector[e] = halves[1 - part, v, partner, e]
+        for j in T.unroll(VECTOR):
+            finished[v * VECTOR + j] = finished[v * VECTOR + j] + vector[j]

@@ -2,43 +2,80 @@
 
 from dataclasses import dataclass
 
-COLUMNS = 16  # of V in a block: rows of S^T
-THREADS, WARP = 256, 32
-SIDES = 2  # warps that share a run of the inner dimension
-PAD = 4
-PARTS = THREADS // WARP // SIDES  # of the inner dimension
+WARP = 32
+ROWS = 16  # of S^T in a tile of mma.sync
+OUTPUTS = 32  # of a warp
+INNER = 16  # numbers of the inner dimension that a warp has in two steps of mma.sync
+VECTOR = 4  # numbers side by side that a thread finishes
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Who has what of K x K by K x COLUMNS numbers."""
+    """Who has what of `columns` x K by K x K numbers, rows of S^T by M^T."""
 
     K: int
+    columns: int
 
     @property
-    def run(self) -> int:
-        """Inner rows of a warp."""
-        return self.K // PARTS
+    def along(self) -> int:
+        """Warps side by side along the outputs; twice, each time with a half of the inner dimension."""
+        return self.K // OUTPUTS
 
     @property
-    def groups(self) -> int:
-        """Threads side by side along K."""
-        return self.K // 8
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 2 * WARP * self.along
 
     @property
-    def wide(self) -> int:
-        """Rows of S^T of a thread."""
-        return COLUMNS * self.groups // (WARP * SIDES)
+    def inner(self) -> int:
+        """Inner numbers of a warp."""
+        return self.K // 2
+
+    @property
+    def runs(self) -> int:
+        """Runs of INNER of these."""
+        return self.inner // INNER
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of ROWS rows of S^T."""
+        return self.columns // ROWS
 
     @property
     def finished(self) -> int:
         """Finished numbers of a thread."""
-        return COLUMNS * self.K // THREADS
+        return self.tiles * 2 * VECTOR
 
     def part(self, thread):
-        """A thread's part of the inner dimension."""
-        return thread // (WARP * SIDES)
+        """Which half of the inner dimension a warp has."""
+        return thread // WARP // self.along
 
-    def column(self, thread):
-        """The first of a thread's rows of S^T."""
-        return (thread // WARP % SIDES * (WARP // self.groups) + thread % WARP // self.groups) * self.wide
+    def first_inner(self, thread):
+        """The first of a warp's inner numbers."""
+        return self.part(thread) * self.inner
+
+    def first_output(self, thread):
+        """The first of a warp's outputs."""
+        return thread // WARP % self.along * OUTPUTS
+
+    def line(self, thread, tile):
+        """The line of a tile in shared memory that a thread fills and reads."""
+        return tile * (ROWS // 2) + thread % WARP // 4
+
+    def row(self, thread, vector):
+        """The row of S^T of a vector of a thread's finished numbers."""
+        return vector // 2 * ROWS + vector % 2 * 8 + thread % WARP // 4
+
+    def output(self, thread):
+        """The first output of all of them."""
+        return self.first_output(thread) + thread % 4 * 2 * VECTOR + self.part(thread) * VECTOR
+
+
+def chain_shares(K: int) -> Shares:
+    """Of chains: as many blocks as multiprocessors with the states of 32 value heads of 128."""
+    return Shares(K, 32)
+
+
+def fold_shares(K: int) -> Shares:
+    """Of a fold, whose ranks may have few columns of V."""
+    return Shares(K, 16)

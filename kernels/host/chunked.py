@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from flashqla_cp.kernels.arch import Arch
-from flashqla_cp.kernels.blocks.product_shares import COLUMNS
+from flashqla_cp.kernels.blocks.product_shares import fold_shares
 from flashqla_cp.kernels.chunks import CHUNK
 from flashqla_cp.kernels.host.launcher import launch, machine_of, spec_of
 from flashqla_cp.kernels.host.tables import Tables
@@ -150,26 +150,38 @@ def affine_chain(
     return carried
 
 
-def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """What whole chains make of their entries: carried [rows, HV, V, K], and M^T of every chain that has rows,
-    final_correction [chains, HV, K, K]. The context-parallel specialisation of affine_chain, which keeps `maps`."""
-    carried = torch.empty_like(maps.boundary)
-    width = x.q.shape[2]
-    final_correction = x.numbers(tables.num_chains, x.v.shape[1], width, width)
-    entered = entries is not None
-    dims = (("head_dim", width),)
-    spec = spec_of("affine_chain", x.arch.name, dims, initial_state=entered, apart=True, final_correction=True)
+def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -> Maps:
+    """What chains make of their entries, up to each row: E, with `entries`, and M^T where no segment so far forgets,
+    which `corrects` says; M of a chain's last row is 0 if one forgets. E is maps.boundary itself, M is not
+    maps.correction. The context-parallel specialisation of affine_chain."""
+    whole = Maps(maps.boundary, torch.empty_like(maps.correction), torch.empty_like(maps.corrects))
+    dims = (("head_dim", x.q.shape[2]),)
     launch(
-        spec,
+        spec_of("affine_chain", x.arch.name, dims, initial_state=entries is not None, final_correction=True),
         tables.links,
         maps.correction,
         maps.corrects,
-        *entry_arguments(entries, carried, tables),
+        *entry_arguments(entries, whole.boundary, tables),
         maps.boundary,
-        carried,
-        final_correction,
+        whole.boundary,
+        whole.correction,
+        whole.corrects,
     )
-    return carried, final_correction
+    return whole
+
+
+def enter_chains(x: Inputs, whole: Maps, tables: Tables, entries: Entries) -> None:
+    """Add to E of chains up to each row what their M makes of `entries` in front of them: then whole.boundary is the
+    states behind segments."""
+    launch(
+        spec_of("enter_chains", x.arch.name, (("head_dim", x.q.shape[2]),)),
+        tables.links,
+        whole.correction,
+        whole.corrects,
+        entries.values,
+        entries.row,
+        whole.boundary,
+    )
 
 
 def forward(
@@ -231,7 +243,9 @@ def fold(
     """
     arch, _ = machine_of(boundary.device)
     value_dim, key_dim = boundary.shape[2:]
-    if arch is None or boundary.dtype != torch.float32 or key_dim not in HEAD_DIMS or value_dim % COLUMNS:
+    if arch is None or boundary.dtype != torch.float32 or key_dim not in HEAD_DIMS:
+        return None
+    if value_dim % fold_shares(key_dim).columns:
         return None
     out = boundary.new_empty(num_out, *boundary.shape[1:])
     if len(first) > 1 and boundary.shape[1]:

@@ -6,44 +6,63 @@ With the flag "reverse" the gradients behind segments, by the adjoints, from a c
 
     dS = M^T dS' + D
 
-In fp32. Without the flag "apart" it is done in place: E (or D) and the carried states are one tensor. A block has some
-columns of V of one head and walks its chain. M^T [K in, K out] comes to shared memory by cp.async while the step before
-it adds up. Rows that need no correction are not touched, or only copied. A chain's own M, which a rank sends, is the
-same walk from the first segment's.
+To fp32 rounding. Without the flag "apart" it is done in place: E (or D) and the carried states are one tensor. A block
+has some columns of V of one head and walks its chain. M^T [K in, K out] comes to registers while the step before it
+multiplies. Rows that need no correction are not touched, or only copied.
+
+With the flag "final_correction", for a rank that receives the state in front of a chain, also the chain's maps up to
+each of its rows, M_n = M .. M, as far as no segment forgets, which `reaches` says; the last one, which a rank sends, is
+0 if one does. When that state S is there, enter_chains adds M_n S to row n: no row waits for another.
 Letters: K key dim, V value dim, HV value heads.
 """
 
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks import segments as column
-from flashqla_cp.kernels.blocks.affine_product import product, product_memory
-from flashqla_cp.kernels.blocks.product_shares import COLUMNS, PARTS, THREADS, Shares
+from flashqla_cp.kernels.blocks.affine_product import bring_all, place, product, product_memory, product_registers
+from flashqla_cp.kernels.blocks.product_shares import VECTOR, chain_shares
 from flashqla_cp.kernels.spec import KernelSpec
+
+ENTER_TURNS = 2  # that a block of enter_chains multiplies with one map
+
+
+@T.macro
+def load(values, row, head, group, held, thread, shares):
+    """held = this thread's numbers of some columns of V of a row."""
+    for i in T.unroll(shares.finished // VECTOR):
+        for e in T.vectorized(VECTOR):
+            held[i * VECTOR + e] = values[
+                row, head, group * shares.columns + shares.row(thread, i), shares.output(thread) + e
+            ]
+
+
+@T.macro
+def store(values, row, head, group, held, thread, shares):
+    """The other way round."""
+    for i in T.unroll(shares.finished // VECTOR):
+        for e in T.vectorized(VECTOR):
+            values[row, head, group * shares.columns + shares.row(thread, i), shares.output(thread) + e] = held[
+                i * VECTOR + e
+            ]
 
 
 def build_affine_chain(spec: KernelSpec):
-    """dims: head_dim. flags: initial_state, reverse, apart (E is kept), final_correction (a chain's own)."""
+    """dims: head_dim. flags: initial_state, reverse, apart (E is kept), final_correction (chains' own maps, too)."""
     K = V = spec.dim("head_dim")
     has_initial, apart, whole, reverse = (
         spec.has(flag) for flag in ("initial_state", "apart", "final_correction", "reverse")
     )
     f32, i32 = "float32", "int32"
-    shares = Shares(K)
-    SHARE = shares.finished
+    shares = chain_shares(K)
+    SHARE, COLUMNS = shares.finished, shares.columns
     rows, HV, chains, entries = (T.dynamic(n) for n in ("rows", "HV", "chains", "entries"))
     states = T.dynamic("states") if reverse else rows  # rows of the corrections
     listed = chains if has_initial else T.dynamic("listed")
 
     @T.macro
-    def fetch(correction, row, head, tile):
-        """Start to bring M^T of a row."""
-        T.async_copy(correction[row, head, 0:K, 0:K], tile[0, 0:K, 0:K])
-
-    @T.macro
     def chain_states(block, group, maps, boundary, carried, initial, entry_row, shared):
         """The states of one chain, COLUMNS columns of V."""
         links, corrects, correction = maps
-        tile, state, partial = shared
         thread = T.get_thread_binding()
         head = T.alloc_var(i32, init=T.truncmod(block, HV))
         row = T.alloc_var(i32, init=T.truncdiv(block, HV))
@@ -60,84 +79,76 @@ def build_affine_chain(spec: KernelSpec):
             by = links[row, column.LINK_CORRECTION] + length - 1
             way = -1
         own = T.alloc_local((SHARE,), f32)
+        met = T.alloc_local((SHARE,), f32)  # the state that meets a segment, then M of it
+        m = product_registers(shares)
         if has_initial and length > 0:
             first = entry_row[links[row, column.LINK_CHAIN]]
             if first >= 0:
                 needed = corrects[by, head]
         if needed == 1:
-            fetch(correction, by, head, tile)
+            bring_all(m, correction, (by, head), thread, shares, reverse)
         for step in T.serial(length):
             follows = T.alloc_var(i32, init=0)
             if step + 1 < length:
                 follows = corrects[by + way, head]
+            if follows == 1 and needed == 0:
+                bring_all(m, correction, (by + way, head), thread, shares, reverse)
             if needed == 1:
-                for i in T.unroll(SHARE):
-                    own[i] = boundary[at, head, group * COLUMNS + (i * THREADS + thread) // K, thread % K]
+                load(boundary, at, head, group, own, thread, shares)
                 if known == 0:
-                    for i in T.unroll(SHARE):
-                        v = (i * THREADS + thread) // K
-                        if step > 0:
-                            state[thread % K, v] = boundary[at - way, head, group * COLUMNS + v, thread % K]
-                        elif has_initial:
-                            state[thread % K, v] = initial[first, head, group * COLUMNS + v, thread % K]
-                T.ptx_wait_group(0)
-                product(tile, 0, state, partial, thread, shares, reverse)
-            if follows == 1:
-                fetch(correction, by + way, head, tile)
-            if needed == 1:
+                    if step > 0:
+                        load(boundary, at - way, head, group, met, thread, shares)
+                    elif has_initial:
+                        load(initial, first, head, group, met, thread, shares)
+                    place(met, shared[0], thread, shares)
+                product(shared, m, met, thread, shares, reverse, follows, correction, (by + way, head))
                 for i in T.unroll(SHARE):
-                    v = (i * THREADS + thread) // K
-                    for p in T.unroll(PARTS):
-                        own[i] = own[i] + partial[p, v, thread % K]
-                    state[thread % K, v] = own[i]
-                    carried[at, head, group * COLUMNS + v, thread % K] = own[i]
+                    own[i] = own[i] + met[i]
+                place(own, shared[0], thread, shares)
+                store(carried, at, head, group, own, thread, shares)
             elif apart:
-                for i in T.unroll(SHARE):
-                    v = group * COLUMNS + (i * THREADS + thread) // K
-                    carried[at, head, v, thread % K] = boundary[at, head, v, thread % K]
+                load(boundary, at, head, group, own, thread, shares)
+                store(carried, at, head, group, own, thread, shares)
             known = needed
             needed = follows
             at = at + way
             by = by + way
 
     @T.macro
-    def chain_corrections(block, group, maps, final_correction, shared):
-        """The chain's own M^T: the product of its segments', zero where one of them forgets; COLUMNS inputs of K."""
+    def chain_corrections(block, group, maps, final_correction, reaches, shared):
+        """A chain's own maps, transposed, COLUMNS inputs of K."""
         links, corrects, correction = maps
-        tile, state, partial = shared
         thread = T.get_thread_binding()
         head = T.alloc_var(i32, init=T.truncmod(block, HV))
         row = T.alloc_var(i32, init=T.truncdiv(block, HV))
         length = T.alloc_var(i32, init=links[row, column.LENGTH])
-        alive = T.alloc_var(i32, init=1)
-        for step in T.serial(length):
-            if corrects[row + step, head] == 0:
-                alive = 0
-        if alive == 1 and length > 1:
-            fetch(correction, row + 1, head, tile)
-        for i in T.unroll(SHARE):
-            v = (i * THREADS + thread) // K
-            state[thread % K, v] = 0.0
-            if alive == 1 and length > 0:
-                state[thread % K, v] = correction[row, head, group * COLUMNS + v, thread % K]
-        if alive == 1:
-            for step in T.serial(1, length):
-                T.ptx_wait_group(0)
-                product(tile, 0, state, partial, thread, shares, reverse)
-                if step + 1 < length:
-                    fetch(correction, row + step + 1, head, tile)
-                for i in T.unroll(SHARE):
-                    v = (i * THREADS + thread) // K
-                    total = T.alloc_var(f32, init=0.0)
-                    for p in T.unroll(PARTS):
-                        total = total + partial[p, v, thread % K]
-                    state[thread % K, v] = total
+        alive = T.alloc_var(i32, init=0)  # whether no segment up to here forgets
+        own = T.alloc_local((SHARE,), f32)
+        m = product_registers(shares)
         if length > 0:
-            for i in T.unroll(SHARE):
-                v = (i * THREADS + thread) // K
-                final_correction[links[row, column.LINK_CHAIN], head, group * COLUMNS + v, thread % K] = state[
-                    thread % K, v
-                ]
+            alive = corrects[row, head]
+        for i in T.unroll(SHARE):
+            own[i] = 0.0
+        if alive == 1:
+            load(correction, row, head, group, own, thread, shares)
+        for step in T.serial(length):
+            follows = T.alloc_var(i32, init=0)
+            if alive == 1 and step + 1 < length:
+                follows = corrects[row + step + 1, head]
+            if follows == 1 and step == 0:
+                bring_all(m, correction, (row + 1, head), thread, shares, False)
+            if alive == 1:
+                if step > 0:
+                    place(own, shared[0], thread, shares)
+                    product(shared, m, own, thread, shares, False, follows, correction, (row + step + 1, head))
+                store(final_correction, row + step, head, group, own, thread, shares)
+            elif step + 1 == length:
+                for i in T.unroll(SHARE):
+                    own[i] = 0.0
+                store(final_correction, row + step, head, group, own, thread, shares)
+            if group == 0 and thread == 0:
+                reaches[row + step, head] = alive
+            alive = follows
 
     if whole:
 
@@ -150,15 +161,16 @@ def build_affine_chain(spec: KernelSpec):
             entry_row: T.Tensor((listed,), i32),
             boundary: T.Tensor((rows, HV, V, K), f32),
             carried: T.Tensor((rows, HV, V, K), f32),
-            final_correction: T.Tensor((chains, HV, K, K), f32),
+            final_correction: T.Tensor((rows, HV, K, K), f32),
+            reaches: T.Tensor((rows, HV), i32),
         ):
-            with T.Kernel(rows * HV, (V + K) // COLUMNS, threads=THREADS) as (block, group):
-                shared = product_memory(K, 1)
+            with T.Kernel(rows * HV, (V + K) // COLUMNS, threads=shares.threads) as (block, group):
+                shared = product_memory(shares)
                 maps = (links, corrects, correction)
                 if group < V // COLUMNS:
                     chain_states(block, group, maps, boundary, carried, initial, entry_row, shared)
                 else:
-                    chain_corrections(block, group - V // COLUMNS, maps, final_correction, shared)
+                    chain_corrections(block, group - V // COLUMNS, maps, final_correction, reaches, shared)
 
     else:
 
@@ -172,8 +184,58 @@ def build_affine_chain(spec: KernelSpec):
             boundary: T.Tensor((rows, HV, V, K), f32),
             carried: T.Tensor((rows, HV, V, K), f32),
         ):
-            with T.Kernel(rows * HV, V // COLUMNS, threads=THREADS) as (block, group):
+            with T.Kernel(rows * HV, V // COLUMNS, threads=shares.threads) as (block, group):
                 maps = (links, corrects, correction)
-                chain_states(block, group, maps, boundary, carried, initial, entry_row, product_memory(K, 1))
+                shared = product_memory(shares)
+                chain_states(block, group, maps, boundary, carried, initial, entry_row, shared)
 
     return affine_chain
+
+
+def build_enter_chains(spec: KernelSpec):
+    """dims: head_dim. Adds to the carried states of chains what an entry state makes of them: M_n S, in place.
+
+    entry_row: of every chain, -1 where nothing enters. final_correction, reaches: as affine_chain leaves them.
+    """
+    K = V = spec.dim("head_dim")
+    f32, i32 = "float32", "int32"
+    shares = chain_shares(K)
+    COLUMNS = shares.columns
+    rows, HV, chains, entries = (T.dynamic(n) for n in ("rows", "HV", "chains", "entries"))
+
+    @T.prim_func
+    def enter_chains(
+        links: T.Tensor((rows, column.LINK_COLUMNS), i32),
+        final_correction: T.Tensor((rows, HV, K, K), f32),
+        reaches: T.Tensor((rows, HV), i32),
+        initial: T.Tensor((entries, HV, V, K), f32),
+        entry_row: T.Tensor((chains,), i32),
+        carried: T.Tensor((rows, HV, V, K), f32),
+    ):
+        with T.Kernel(rows * HV, V // (ENTER_TURNS * COLUMNS), threads=shares.threads) as (block, turns):
+            shared = product_memory(shares)
+            thread = T.get_thread_binding()
+            head = T.alloc_var(i32, init=T.truncmod(block, HV))
+            row = T.alloc_var(i32, init=T.truncdiv(block, HV))
+            chain = T.alloc_var(i32, init=links[row, column.LINK_CHAIN])
+            first = T.alloc_var(i32, init=-1)
+            alive = T.alloc_var(i32, init=0)
+            if chain >= 0:
+                first = entry_row[chain]
+                alive = reaches[row, head]
+            if first >= 0 and alive == 1:
+                own = T.alloc_local((shares.finished,), f32)
+                added = T.alloc_local((shares.finished,), f32)
+                m = product_registers(shares)
+                bring_all(m, final_correction, (row, head), thread, shares, False)
+                for turn in T.serial(ENTER_TURNS):
+                    group = T.alloc_var(i32, init=turns * ENTER_TURNS + turn)
+                    load(initial, first, head, group, added, thread, shares)
+                    load(carried, row, head, group, own, thread, shares)
+                    place(added, shared[0], thread, shares)
+                    product(shared, m, added, thread, shares, False, 0, final_correction, (row, head))
+                    for i in T.unroll(shares.finished):
+                        own[i] = own[i] + added[i]
+                    store(carried, row, head, group, own, thread, shares)
+
+    return enter_chains

@@ -116,8 +116,10 @@ def build_tables(spec: KernelSpec):
             for step in T.serial(T.ceildiv(rows, THREADS)):
                 if step * THREADS + thread < rows:
                     links[step * THREADS + thread, column.LENGTH] = 0
+                    links[step * THREADS + thread, column.LINK_CHAIN] = -1
                     if exchange:
                         back_links[step * THREADS + thread, column.LENGTH] = 0
+                        back_links[step * THREADS + thread, column.LINK_CHAIN] = -1
             T.sync_threads()
             for step in T.serial(T.ceildiv(segments, THREADS)):
                 segment = T.alloc_var(i32, init=step * THREADS + thread)
@@ -154,9 +156,9 @@ def build_tables(spec: KernelSpec):
                             segment_table[segment, column.ENTRY] = row - 1
                         if row < base[STATES, chain + 1]:
                             segment_table[segment, column.EXIT] = row
+                            links[row, column.LINK_CHAIN] = chain
                             if place == 0:
                                 links[row, column.LENGTH] = base[STATES, chain + 1] - row
-                                links[row, column.LINK_CHAIN] = chain
                                 links[row, column.LINK_CORRECTION] = row + 1
                         if place < parts - 1:
                             segment_table[segment, column.GRAD_ENTRY] = back

@@ -33,13 +33,13 @@ class AllGather(Exchange):
             links.emitters[comm.rank],
         )
 
-    def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
+    def forward(self, boundary: torch.Tensor, correction: torch.Tensor, *, keeps: bool = True) -> PendingStates:
         counts, shape = (self.links.max_emitters, self.links.max_interior), boundary.shape[2:]
         pending = self.comm.all_gather(pack(boundary, correction, *counts))
 
         def finish() -> Arrived:
             maps = unpack(pending.wait(), *counts, shape)
-            return Arrived(self.fold.forward(*maps), self.fold.keep(maps[1]))
+            return Arrived(self.fold.forward(*maps), self.fold.keep(maps[1]) if keeps else ())
 
         return PendingStates(finish)
 

@@ -50,8 +50,9 @@ class Exchange(Protocol):
 
     name: str
 
-    def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
-        """Start. boundary [emitters, h, V, K], correction [interior, h, K, K] -> states [receivers, h, V, K]."""
+    def forward(self, boundary: torch.Tensor, correction: torch.Tensor, *, keeps: bool = True) -> PendingStates:
+        """Start. boundary [emitters, h, V, K], correction [interior, h, K, K] -> states [receivers, h, V, K]. keeps:
+        whether a backward will follow."""
         ...
 
     def backward(self, boundary: torch.Tensor, kept: Kept) -> PendingStates:

@@ -219,7 +219,7 @@ class Hierarchical(Exchange):
         )
         return self._prepared[device]
 
-    def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
+    def forward(self, boundary: torch.Tensor, correction: torch.Tensor, *, keeps: bool = True) -> PendingStates:
         links, (num_heads, *shape) = self.links, boundary.shape[1:]
         counts = (links.max_emitters, links.max_interior)
         arrive = self.router.scatter(pack(boundary, correction, *counts))
@@ -234,10 +234,10 @@ class Hierarchical(Exchange):
             if self.outer is not None:
                 run_maps = prefixes.index_select(0, sweep.run_boundary)[..., :value, :].contiguous()
                 run_corrections = prefixes.index_select(0, sweep.run_correction)[..., value:, :].contiguous()
-                arrived = self.outer.forward(run_maps, run_corrections).wait()
+                arrived = self.outer.forward(run_maps, run_corrections, keeps=keeps).wait()
                 entering, kept = arrived.states, arrived.kept
             out = self.router.collect(sweep.finish(prefixes, entering), num_heads, links.max_receivers)
-            kept = (corrections.contiguous(), *kept)
+            kept = (corrections.contiguous(), *kept) if keeps else ()
             return Arrived(out()[: links.receivers[self.comm.rank]], kept)
 
         return PendingStates(finish)

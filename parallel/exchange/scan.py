@@ -110,11 +110,11 @@ class Scan(Exchange):
             self._prepared[device] = ([step.on(device) for step in self.rounds], self.shift.on(device))
         return self._prepared[device]
 
-    def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
+    def forward(self, boundary: torch.Tensor, correction: torch.Tensor, *, keeps: bool = True) -> PendingStates:
         # Each round needs the one before it, so all of them run when the states are waited for.
-        return PendingStates(lambda: self._forward(boundary, correction))
+        return PendingStates(lambda: self._forward(boundary, correction, keeps))
 
-    def _forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> Arrived:
+    def _forward(self, boundary: torch.Tensor, correction: torch.Tensor, keeps: bool) -> Arrived:
         rounds, shift = self._on(boundary.device)
         value = boundary.shape[-2]
         kept = []
@@ -137,7 +137,7 @@ class Scan(Exchange):
         send = boundary.index_select(0, shift.sources)
         arrived = self.comm.all_to_all(send, shift.send_counts, shift.receive_counts).wait()
         states = arrived.new_empty(arrived.shape).index_copy(0, shift.targets, arrived)
-        return Arrived(states, tuple(kept))
+        return Arrived(states, tuple(kept) if keeps else ())
 
     def backward(self, boundary: torch.Tensor, kept: Kept) -> PendingStates:
         return PendingStates(lambda: self._backward(boundary, kept))

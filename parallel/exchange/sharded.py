@@ -75,7 +75,7 @@ class Sharded(Exchange):
             links.max_emitters * comm.world_size,
         )
 
-    def forward(self, boundary: torch.Tensor, correction: torch.Tensor) -> PendingStates:
+    def forward(self, boundary: torch.Tensor, correction: torch.Tensor, *, keeps: bool = True) -> PendingStates:
         links, (num_heads, *shape) = self.links, boundary.shape[1:]
         counts = (links.max_emitters, links.max_interior)
         arrive = self.router.scatter(pack(boundary, correction, *counts))
@@ -83,7 +83,7 @@ class Sharded(Exchange):
         def finish() -> Arrived:
             maps = unpack(arrive(), *counts, torch.Size(shape))
             states = self.router.collect(self.fold.forward(*maps), num_heads, links.max_receivers)
-            kept = self.fold.keep(maps[1])  # copied beside the way back
+            kept = self.fold.keep(maps[1]) if keeps else ()  # copied beside the way back
             return Arrived(states()[: links.receivers[self.comm.rank]], kept)
 
         return PendingStates(finish)
