@@ -1,11 +1,13 @@
 """The op's forward on kernels: the stages in order, where kernels and ranks meet.
 
-    tables, gate_cumsum, solve, summary, affine_chain [or chain_maps, exchange, enter_chains], forward
+    tables, gate_cumsum, solve, summary, affine_chain, forward
+    tables, gate_cumsum, solve, summary, chain_maps, exchange, enter_chains, forward
 
-The bracketed stages exist only where documents were cut between ranks. A document is a chain; a device cuts long chains
-into segments, whose maps it chains, so that all its multiprocessors work. A rank's fragments are chains too: their maps
-are chains of the same segments' maps, so context parallelism adds the chain and the exchange, and no second pass over
-tokens; fragments that receive no state run to their end behind the exchange. Without it nothing here knows of a rank's
+The second line is of ranks between which documents were cut; one that no document crosses from end to end has
+affine_chain in place of chain_maps and of enter_chains. A document is a chain; a device cuts long chains into segments,
+whose maps it chains, so that all its multiprocessors work. A rank's fragments are chains too: their maps are chains of
+the same segments' maps, so context parallelism adds steps of chains and the exchange, and no second pass over tokens;
+fragments that receive no state run to their end behind the exchange. Without it nothing here knows of a rank's
 final_correction. Whether a head has forgotten its entry state is decided on the device; nothing is read back from it.
 """
 
@@ -239,6 +241,7 @@ def prepare_sharded(
     """As prepare, for this rank's tokens, if any: the exchange included, in which every rank takes part.
 
     meanwhile: work behind the exchange, given what is known before it: all that chains need which receive no state.
+    keeps: whether what the exchange keeps for a backward will be read.
     """
     program, tables = local.program, local.tables
     if not tables.num_chains:
@@ -270,12 +273,12 @@ def prepare_sharded(
 
 
 def _send(x: Inputs, local: Local, maps: Maps, known: Entries | None, keeps: bool) -> tuple[Maps, PendingStates]:
-    """Start to bring the states in front of the fragments that go on with a document. -> what chains make of their
-    entries as far as these are known yet; with maps where one is sent."""
+    """Start to bring the states in front of the fragments that go on with a document. -> what chains make of the
+    entries that are known yet; correction and corrects are theirs only on a rank that sends one, else the segments'."""
     program = local.program
     assert program.exchange is not None
     if len(local.interior):
-        whole = kernels.chain_maps(x, maps, local.tables, known)
+        whole = kernels.chain_maps(x, maps, local.tables, known, local.arriving_entry)
         sent = local.interior.of_tensor(whole.correction)
     else:
         whole = maps._replace(boundary=kernels.affine_chain(x, maps, local.tables, known, apart=True))

@@ -2,9 +2,10 @@
 
     S^T M^T        or, for the adjoint, S^T M        M^T [K in, K out]
 
-By mma.sync in TF32, three products for one: with x = x_high + x_low, each rounded to what the tensor cores read,
+By mma.sync in TF32, three products for one: with x = x_high + x_low, x_high rounded to what the tensor cores read,
 
-    s m = s_low m_high + s_high m_low + s_high m_high        leaves out s_low m_low, 2^-22 of s m
+    s m = s_low m_high + s_high m_low + s_high m_high        leaves out s_low m_low, 2^-22 of s m, and what the tensor
+                                                             cores ignore of the low parts, 2^-21
 
 A warp has 32 outputs and half of the inner dimension, which the registers of its lanes hold: every number of M is read
 once, from global memory, and split by one warp. As soon as a step has used a number, that of the step behind takes its
@@ -65,10 +66,11 @@ def bring_all(m, maps, where, thread, shares, adjoint):
 
 @T.macro
 def split(x, high, low, count):
-    """x[i] as the sum of two numbers that the tensor cores read whole, to 2^-22 of it."""
+    """x[i] as the sum of two numbers, the first of which the tensor cores read whole. The second one is not rounded:
+    where x is the NaN that a GPU makes, all of whose bits are set, rounding makes 0 of both."""
     for i in T.unroll(count):
         high[i] = T.reinterpret(T.reinterpret(nearest_tf32(x[i]), "uint32") & T.cast(0xFFFFE000, "uint32"), "float32")
-        low[i] = nearest_tf32(x[i] - high[i])
+        low[i] = x[i] - high[i]
 
 
 @T.macro
@@ -153,9 +155,9 @@ def product(shared, m, finished, thread, shares, adjoint, follows, maps, where):
     multiply(state, m, sums, thread, shares, adjoint, follows, maps, where)
     for v in T.unroll(shares.finished // VECTOR):
         for j in T.unroll(VECTOR):
-            place_of = (v // 2 * TILES + j) * 4 + v % 2 * 2
-            vector[j] = T.if_then_else(part == 0, sums[place_of + 1], sums[place_of])
-            finished[v * VECTOR + j] = T.if_then_else(part == 0, sums[place_of], sums[place_of + 1])
+            at = (v // 2 * TILES + j) * 4 + v % 2 * 2
+            vector[j] = T.if_then_else(part == 0, sums[at + 1], sums[at])
+            finished[v * VECTOR + j] = T.if_then_else(part == 0, sums[at], sums[at + 1])
         for e in T.vectorized(VECTOR):
             halves[part, v, partner, e] = vector[e]
     T.sync_threads()

@@ -21,6 +21,6 @@ CHUNK_COLUMNS = 3  # of the chunk table: first token, number of tokens (0 in a g
 # Of the link tables, one line per carried row: of the states and, with an exchange, of the gradients. A chain's rows
 # stand together; the first line has their number, others 0.
 LENGTH = 0
-LINK_CHAIN = 1  # in all lines of the states and in the first one of gradients; -1 in a ghost
+LINK_CHAIN = 1  # in all lines of the states, -1 in a ghost; of gradients in the first line
 LINK_CORRECTION = 2  # for gradients: row of the correction of the segment behind the chain's first line; others follow
 LINK_COLUMNS = 3

@@ -65,7 +65,8 @@ class Solved(NamedTuple):
 
 class Maps(NamedTuple):
     """Of segments that something follows: boundary (E) and correction (M^T) [rows, HV, ., K], corrects [rows, HV]; or
-    their adjoints, of those that something precedes: D, and the same correction by rows of its own."""
+    their adjoints, of those that something precedes: D, and the same correction by rows of its own. Or, of chain_maps,
+    of chains up to each of these rows."""
 
     boundary: torch.Tensor
     correction: torch.Tensor
@@ -150,10 +151,11 @@ def affine_chain(
     return carried
 
 
-def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -> Maps:
-    """What chains make of their entries, up to each row: E, with `entries`, and M^T where no segment so far forgets,
-    which `corrects` says; M of a chain's last row is 0 if one forgets. E is maps.boundary itself, M is not
-    maps.correction. The context-parallel specialisation of affine_chain."""
+def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None, enters: torch.Tensor) -> Maps:
+    """What chains make of their entries, up to each row: E, with `entries`, and M^T of those that something else
+    enters, enters[chain] >= 0, where no segment so far forgets, which `corrects` says; M of a chain's last row is 0 if
+    one forgets. E is maps.boundary itself, M is not maps.correction. The context-parallel specialisation of
+    affine_chain."""
     whole = Maps(maps.boundary, torch.empty_like(maps.correction), torch.empty_like(maps.corrects))
     dims = (("head_dim", x.q.shape[2]),)
     launch(
@@ -162,6 +164,7 @@ def chain_maps(x: Inputs, maps: Maps, tables: Tables, entries: Entries | None) -
         maps.correction,
         maps.corrects,
         *entry_arguments(entries, whole.boundary, tables),
+        enters,
         maps.boundary,
         whole.boundary,
         whole.correction,

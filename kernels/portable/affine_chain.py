@@ -10,9 +10,9 @@ To fp32 rounding. Without the flag "apart" it is done in place: E (or D) and the
 has some columns of V of one head and walks its chain. M^T [K in, K out] comes to registers while the step before it
 multiplies. Rows that need no correction are not touched, or only copied.
 
-With the flag "final_correction", for a rank that receives the state in front of a chain, also the chain's maps up to
-each of its rows, M_n = M .. M, as far as no segment forgets, which `reaches` says; the last one, which a rank sends, is
-0 if one does. When that state S is there, enter_chains adds M_n S to row n: no row waits for another.
+With the flag "final_correction", where a rank receives the state in front of a chain, also the chain's maps up to each
+of its rows, M_n = M .. M, as far as no segment forgets, which `reaches` says; the last one, which a rank sends, is 0 if
+one does. When that state S is there, enter_chains adds M_n S to row n: no row waits for another.
 Letters: K key dim, V value dim, HV value heads.
 """
 
@@ -57,7 +57,7 @@ def build_affine_chain(spec: KernelSpec):
     SHARE, COLUMNS = shares.finished, shares.columns
     rows, HV, chains, entries = (T.dynamic(n) for n in ("rows", "HV", "chains", "entries"))
     states = T.dynamic("states") if reverse else rows  # rows of the corrections
-    listed = chains if has_initial else T.dynamic("listed")
+    listed = chains if has_initial else T.dynamic("listed")  # entries that are given
 
     @T.macro
     def chain_states(block, group, maps, boundary, carried, initial, entry_row, shared):
@@ -115,8 +115,8 @@ def build_affine_chain(spec: KernelSpec):
             by = by + way
 
     @T.macro
-    def chain_corrections(block, group, maps, final_correction, reaches, shared):
-        """A chain's own maps, transposed, COLUMNS inputs of K."""
+    def chain_corrections(block, group, maps, enters, final_correction, reaches, shared):
+        """A chain's own maps, transposed, COLUMNS inputs of K, if anything enters it."""
         links, corrects, correction = maps
         thread = T.get_thread_binding()
         head = T.alloc_var(i32, init=T.truncmod(block, HV))
@@ -126,7 +126,10 @@ def build_affine_chain(spec: KernelSpec):
         own = T.alloc_local((SHARE,), f32)
         m = product_registers(shares)
         if length > 0:
-            alive = corrects[row, head]
+            if enters[links[row, column.LINK_CHAIN]] >= 0:
+                alive = corrects[row, head]
+            else:
+                length = 0
         for i in T.unroll(SHARE):
             own[i] = 0.0
         if alive == 1:
@@ -159,6 +162,7 @@ def build_affine_chain(spec: KernelSpec):
             corrects: T.Tensor((rows, HV), i32),
             initial: T.Tensor((entries, HV, V, K), f32),
             entry_row: T.Tensor((listed,), i32),
+            enters: T.Tensor((chains,), i32),
             boundary: T.Tensor((rows, HV, V, K), f32),
             carried: T.Tensor((rows, HV, V, K), f32),
             final_correction: T.Tensor((rows, HV, K, K), f32),
@@ -170,7 +174,7 @@ def build_affine_chain(spec: KernelSpec):
                 if group < V // COLUMNS:
                     chain_states(block, group, maps, boundary, carried, initial, entry_row, shared)
                 else:
-                    chain_corrections(block, group - V // COLUMNS, maps, final_correction, reaches, shared)
+                    chain_corrections(block, group - V // COLUMNS, maps, enters, final_correction, reaches, shared)
 
     else:
 
@@ -195,7 +199,8 @@ def build_affine_chain(spec: KernelSpec):
 def build_enter_chains(spec: KernelSpec):
     """dims: head_dim. Adds to the carried states of chains what an entry state makes of them: M_n S, in place.
 
-    entry_row: of every chain, -1 where nothing enters. final_correction, reaches: as affine_chain leaves them.
+    entry_row: of every chain, -1 where nothing enters, as affine_chain was told in `enters`. final_correction, reaches:
+    what it left.
     """
     K = V = spec.dim("head_dim")
     f32, i32 = "float32", "int32"
@@ -222,8 +227,9 @@ def build_enter_chains(spec: KernelSpec):
             alive = T.alloc_var(i32, init=0)
             if chain >= 0:
                 first = entry_row[chain]
+            if first >= 0:
                 alive = reaches[row, head]
-            if first >= 0 and alive == 1:
+            if alive == 1:
                 own = T.alloc_local((shares.finished,), f32)
                 added = T.alloc_local((shares.finished,), f32)
                 m = product_registers(shares)

@@ -119,7 +119,6 @@ def build_tables(spec: KernelSpec):
                     links[step * THREADS + thread, column.LINK_CHAIN] = -1
                     if exchange:
                         back_links[step * THREADS + thread, column.LENGTH] = 0
-                        back_links[step * THREADS + thread, column.LINK_CHAIN] = -1
             T.sync_threads()
             for step in T.serial(T.ceildiv(segments, THREADS)):
                 segment = T.alloc_var(i32, init=step * THREADS + thread)

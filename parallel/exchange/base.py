@@ -52,7 +52,7 @@ class Exchange(Protocol):
 
     def forward(self, boundary: torch.Tensor, correction: torch.Tensor, *, keeps: bool = True) -> PendingStates:
         """Start. boundary [emitters, h, V, K], correction [interior, h, K, K] -> states [receivers, h, V, K]. keeps:
-        whether a backward will follow."""
+        whether what it keeps will be read."""
         ...
 
     def backward(self, boundary: torch.Tensor, kept: Kept) -> PendingStates:

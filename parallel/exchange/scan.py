@@ -126,7 +126,8 @@ class Scan(Exchange):
                 send = torch.cat([send, room], dim=-2)
             arrived = self.comm.all_to_all(send, step.send_counts, step.receive_counts).wait()
             matrix = correction.index_select(0, step.target_corrections)
-            kept.append(matrix)
+            if keeps:
+                kept.append(matrix)
             joined = affine(matrix, arrived[..., :value, :], boundary.index_select(0, step.targets))
             boundary = boundary.index_copy(0, step.targets, joined)
             if len(step.partial):
@@ -137,7 +138,7 @@ class Scan(Exchange):
         send = boundary.index_select(0, shift.sources)
         arrived = self.comm.all_to_all(send, shift.send_counts, shift.receive_counts).wait()
         states = arrived.new_empty(arrived.shape).index_copy(0, shift.targets, arrived)
-        return Arrived(states, tuple(kept) if keeps else ())
+        return Arrived(states, tuple(kept))
 
     def backward(self, boundary: torch.Tensor, kept: Kept) -> PendingStates:
         return PendingStates(lambda: self._backward(boundary, kept))

@@ -20,6 +20,7 @@ inline float from_fp16(uint16_t h) {
   }
   return from_bits(sign | (exponent == 31 ? 0x7f800000u : (exponent + 112) << 23) | mantissa << 13);
 }
+inline float canonical(float x) { return x == x ? x : from_bits(0x7fffffffu); }  // the NaN of a sum of tensor cores
 inline float from_tf32(uint32_t u) { return from_bits(u & 0xffffe000u); }  // the low 13 bits are ignored
 inline int operand_bytes(int operand) { return operand == EMU_TF32 ? 4 : 2; }
 inline float from_16_bits(uint16_t u, int operand) { return operand == EMU_FP16 ? from_fp16(u) : from_bf16(u); }

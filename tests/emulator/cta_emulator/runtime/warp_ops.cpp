@@ -125,7 +125,8 @@ void multiply_fragments(const WarpCall& call, int k_extent, int operand) {
       const int row = lane / 4 + (i >> 1) * 8, column = lane % 4 * 2 + (i & 1);
       float sum = 0;
       for (int k = 0; k < k_extent; k++) sum += a[row][k] * b[k][column];
-      static_cast<MmaLane*>(call.lanes[lane])->d[i] += sum;
+      float& d = static_cast<MmaLane*>(call.lanes[lane])->d[i];
+      d = canonical(d + sum);
     }
   statistics.mma++;
 }
