@@ -19,7 +19,7 @@ lane reads, and what it finishes, are 4 numbers side by side.
 import tilelang.language as T
 
 from flashqla_cp.kernels.blocks.product_shares import INNER, OUTPUTS, VECTOR, WARP
-from flashqla_cp.kernels.blocks.small_products import nearest_tf32
+from flashqla_cp.kernels.blocks.small_products import add_tile, nearest_tf32
 
 STATE_PAD = 4  # numbers behind a line: with these the vectors that a quarter of a warp reads lie in different banks
 TILES = OUTPUTS // 8  # of mma.sync, along a warp's outputs
@@ -94,22 +94,7 @@ def add_tiles(left, right, sums, shares):
     """sums += left right of a warp's tiles."""
     for t in T.unroll(shares.tiles):
         for j in T.unroll(TILES):
-            T.ptx_mma(
-                "float32",
-                "m16n8k8",
-                "row",
-                "col",
-                "tf32",
-                "tf32",
-                "fp32",
-                left.data,
-                4 * t,
-                right.data,
-                2 * j,
-                sums.data,
-                (t * TILES + j) * 4,
-                T.bool(False),
-            )
+            add_tile(left, 4 * t, right, 2 * j, sums, (t * TILES + j) * 4)
 
 
 @T.macro

@@ -40,6 +40,27 @@ def round_block(y):
 
 
 @T.macro
+def add_tile(left, left_at, right, right_at, sums, sums_at):
+    """sums += left right of one mma.sync: a lane's 4, 2 and 4 numbers from these places on."""
+    T.ptx_mma(
+        "float32",
+        "m16n8k8",
+        "row",
+        "col",
+        "tf32",
+        "tf32",
+        "fp32",
+        left.data,
+        left_at,
+        right.data,
+        right_at,
+        sums.data,
+        sums_at,
+        T.bool(False),
+    )
+
+
+@T.macro
 def add_product(left, right, sums):
     """sums += left right^T, of blocks as above."""
     a = T.alloc_local((4,), "float32")
@@ -51,19 +72,4 @@ def add_product(left, right, sums):
         for tile in T.unroll(TILES):
             for parity in T.unroll(2):
                 b[parity] = right[4 * step + 2 * tile + parity]
-            T.ptx_mma(
-                "float32",
-                "m16n8k8",
-                "row",
-                "col",
-                "tf32",
-                "tf32",
-                "fp32",
-                a.data,
-                0,
-                b.data,
-                0,
-                sums.data,
-                4 * tile,
-                T.bool(False),
-            )
+            add_tile(a, 0, b, 0, sums, 4 * tile)

@@ -130,8 +130,6 @@ def build_affine_chain(spec: KernelSpec):
                 alive = corrects[row, head]
             else:
                 length = 0
-        for i in T.unroll(SHARE):
-            own[i] = 0.0
         if alive == 1:
             load(correction, row, head, group, own, thread, shares)
         for step in T.serial(length):
