@@ -10,6 +10,7 @@ By mma.sync in TF32, three products for one: with x = x_high + x_low, x_high rou
 A warp has 32 outputs and half of the inner dimension, which the registers of its lanes hold: every number of M is read
 once, from global memory, and split by one warp. As soon as a step has used a number, that of the step behind takes its
 place. S, which many warps read, is split once, as it is put in shared memory; there the two halves' sums meet, too.
+Tensor cores cut off what they add to a sum, so sums of 16 inner numbers are made apart and added with rounding.
 
 The order of the inner dimension and of the outputs is free where both operands agree: of 16 inner numbers, two steps of
 mma.sync, thread t of the 4 that share a row has 4 t to 4 t + 3, and column n of tile j is output 4 n + j. So what a
@@ -102,9 +103,12 @@ def multiply(state, m, sums, thread, shares, adjoint, follows, maps, where):
     """sums = a warp's share of the product; then m is of the map at `where`, if one follows."""
     b, b_high, b_low = (T.alloc_local((2 * TILES,), "float32") for _ in range(3))  # 2 inner ones of all tiles
     s_high, s_low = (T.alloc_local((4 * shares.tiles,), "float32") for _ in range(2))  # 2 inner ones of 2 rows
+    apart = T.alloc_local((shares.tiles * TILES * 4,), "float32")  # of a run
     for i in T.unroll(shares.tiles * TILES * 4):
         sums[i] = 0.0
     for run in T.unroll(shares.runs):
+        for i in T.unroll(shares.tiles * TILES * 4):
+            apart[i] = 0.0
         for half in T.unroll(2):
             slot = (shares.first_inner(thread) // INNER + run) * 8 + half * 4 + thread % 4
             for t in T.unroll(shares.tiles):
@@ -119,9 +123,11 @@ def multiply(state, m, sums, thread, shares, adjoint, follows, maps, where):
                     else:
                         b[2 * j + i] = m[(run * VECTOR + 2 * half + i) * VECTOR + j]
             split(b, b_high, b_low, 2 * TILES)
-            add_tiles(s_low, b_high, sums, shares)
-            add_tiles(s_high, b_low, sums, shares)
-            add_tiles(s_high, b_high, sums, shares)
+            add_tiles(s_low, b_high, apart, shares)
+            add_tiles(s_high, b_low, apart, shares)
+            add_tiles(s_high, b_high, apart, shares)
+        for i in T.unroll(shares.tiles * TILES * 4):
+            sums[i] = T.if_then_else(run == 0, apart[i], sums[i] + apart[i])
         if follows == 1:
             bring(m, run, maps, where, thread, shares, adjoint)
 

@@ -115,6 +115,16 @@ def test_extreme_gates(fill):
     assert relative_l2(o.cpu(), expected) <= BAR
 
 
+def test_a_segment_hides_no_nan():
+    """GPUs make NaN as 0x7fffffff, which must live through the products that chain the segments' maps."""
+    q, k, v, g, beta = draw(6000, 1, 2, 128, "zero")
+    beta = beta.clone()
+    beta[0, 700, 1] = float("nan")
+    o, state = op(q, k, v, g, beta, output_final_state=True)
+    assert o[0, 700:, 1].isnan().all() and state[0, 1].isnan().all()
+    assert o[0, :640, 1].isfinite().all() and o[0, :, 0].isfinite().all() and state[0, 0].isfinite().all()
+
+
 def test_documents_do_not_see_each_other():
     tensors, offsets = draw(800, 1, 2, 128, "weak"), torch.tensor([0, 300, 333, 700], device=DEVICE)
     before, _ = op(*tensors, cu_seqlens=offsets)
