@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Time what was asked for and print it, or what was finished at Ctrl-C.
+    """Time what was asked for and print it, or what was finished at Ctrl-C or SIGTERM, which `timeout` sends.
 
     Returns 0, 1 if a case of this library has no times, 2 if none could run, 130 if it was stopped.
     """
@@ -127,11 +128,14 @@ def run(args: argparse.Namespace) -> int:
     }
     print(format_head(report), flush=True)
     stopped = False
+    terminated = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         run_cases(request, peers, ceilings, report, lambda: _write(args.json, report))
     except KeyboardInterrupt:
         stopped = True
         print(f"bench: stopped; {len(report['cases'])} cases were finished", file=sys.stderr, flush=True)
+    finally:
+        signal.signal(signal.SIGTERM, terminated)
     if report["cases"]:
         if args.plot is not None:
             bench_report.draw_plot(report, args.plot)

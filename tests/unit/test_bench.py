@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import signal
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +67,35 @@ def test_everything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+def press_ctrl_c() -> None:
+    raise KeyboardInterrupt
+
+
+def be_terminated() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("stop", [press_ctrl_c, be_terminated])
 @pytest.mark.parametrize("finished", [0, 1])
-def test_what_was_finished_is_printed_at_ctrl_c(
-    finished: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, no_peers: None
+def test_what_was_finished_is_printed_when_it_is_stopped(
+    finished: int,
+    stop: Callable[[], None],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    no_peers: None,
 ) -> None:
     timed, calls = bench.time_draw, []
 
     def time_draw(*args: Any) -> dict[str, Any]:
         calls.append(args)
         if len(calls) > finished:
-            raise KeyboardInterrupt
+            stop()
         return timed(*args)
 
     monkeypatch.setattr(bench, "time_draw", time_draw)
+    before = signal.getsignal(signal.SIGTERM)
     assert main(["bench", "--quick", "--draws", "1"]) == 130
+    assert signal.getsignal(signal.SIGTERM) == before
     out, error = capsys.readouterr()
     assert f"stopped; {finished} cases were finished" in error
     rows = [line.split()[1:3] for line in out.splitlines() if line.split()[2:3] == ["flashqla_cp"]]
