@@ -62,6 +62,13 @@ def test_wide_heads():
         folded([[Link(0, None, None), Link(1, 1, 0)]], 1, messages(1, 128, 128), adjoint=False)
 
 
+def test_a_chain_of_wide_heads_stays_fp32():
+    """Tensor cores cut off what they add to a sum, so errors of one sign add up along a chain."""
+    chain = [Link(row, row, 0 if row == OWNERS - 1 else None) for row in range(OWNERS)]
+    with emulation("sm_90a"):
+        folded([chain], 1, messages(1, 128, 128), adjoint=False)
+
+
 def test_several_maps_of_an_owner():
     """No view of the messages has these in rows, so they are copied."""
     boundary, correction = messages(2, 64, 64)

@@ -111,7 +111,7 @@ struct Multiply : AsyncOp {
       }
       if (options.races) check_tensor(tensor_access(), place.lane, column, true, accumulate);
       float& sum = tmem[place.lane][column];
-      sum = canonical((accumulate ? sum : 0.0f) + sums[n]);
+      sum = added(accumulate ? sum : 0.0f, sums[n]);
     }
   }
 };

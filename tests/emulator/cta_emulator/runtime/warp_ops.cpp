@@ -126,7 +126,7 @@ void multiply_fragments(const WarpCall& call, int k_extent, int operand) {
       float sum = 0;
       for (int k = 0; k < k_extent; k++) sum += a[row][k] * b[k][column];
       float& d = static_cast<MmaLane*>(call.lanes[lane])->d[i];
-      d = canonical(d + sum);
+      d = added(d, sum);
     }
   statistics.mma++;
 }

@@ -77,7 +77,7 @@ struct WarpMultiply {
   void store_row(int m, const float* sums) {
     for (int column = 0; column < n; column++) {
       float& d = lanes[m % 8 * 4 + column % 8 / 2].d[column / 8 * 4 + m / 8 * 2 + column % 2];
-      d = canonical((accumulate ? d : 0.0f) + sums[column]);
+      d = added(accumulate ? d : 0.0f, sums[column]);
     }
   }
 };
