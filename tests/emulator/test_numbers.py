@@ -40,6 +40,18 @@ _TF32 = Handmade(
   tl::mma_sync<tf32, tf32, fp32, 16, 8, 8, false, true>(d, a, b);"""
     + _FINISH,
 )
+_CUT_OFF = Handmade(
+    name="cut_off",
+    threads=32,
+    body="""  const int group = threadIdx.x / 4, t = threadIdx.x % 4;
+  const float sign = group % 2 ? -1.0f : 1.0f;
+  float d[4] = {sign, sign, sign, sign};
+  unsigned a[4] = {t == 0 ? __float_as_uint(sign) : 0u, t == 0 ? __float_as_uint(sign) : 0u, 0u, 0u};
+  unsigned b[2] = {t == 0 ? __float_as_uint(0x1.8p-24f) : 0u, 0u};
+  constexpr auto tf32 = tl::DataType::kTensorFloat32, fp32 = tl::DataType::kFloat32;
+  tl::mma_sync<tf32, tf32, fp32, 16, 8, 8, false, true>(d, a, b);"""
+    + _FINISH,
+)
 SHUFFLES = {
     "shfl_sync": lambda lane: 5,
     "shfl_xor_sync": lambda lane: lane ^ 5,
@@ -58,7 +70,12 @@ def _shuffle(name: str) -> Handmade:
 
 @pytest.fixture(scope="module")
 def library():
-    products = [_mma_16_bits("bf16", "bfloat16_t", "kBFloat16"), _mma_16_bits("fp16", "half_t", "kFloat16"), _TF32]
+    products = [
+        _mma_16_bits("bf16", "bfloat16_t", "kBFloat16"),
+        _mma_16_bits("fp16", "half_t", "kFloat16"),
+        _TF32,
+        _CUT_OFF,
+    ]
     return HandmadeLibrary([*products, *map(_shuffle, SHUFFLES)])
 
 
@@ -70,6 +87,13 @@ def test_mma_fragments(name, depth, library):
     a = ((row[:, None] * 7 + k[None, :] * 3) % 13 - 6).float()
     b = ((k[:, None] * 5 + col[None, :] * 11) % 17 - 8).float()
     assert torch.equal(out[:128].view(16, 8), a @ b + 0.5)
+
+
+def test_tensor_cores_cut_off_what_they_add(library):
+    out = torch.full((1024,), float("nan"))
+    library.run("cut_off", out).assert_clean()
+    sign = 1.0 - 2.0 * (torch.arange(16) % 2)[:, None]
+    assert torch.equal(out[:128].view(16, 8), sign.expand(16, 8)), "not 1 + 2^-23, which is nearest to 1 + 1.5 2^-24"
 
 
 @pytest.mark.parametrize("name", SHUFFLES)
