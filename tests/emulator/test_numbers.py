@@ -30,28 +30,20 @@ def _mma_16_bits(name: str, number: str, operand: str) -> Handmade:
     return Handmade(name=name, body=_SETUP + fill + _FINISH, threads=32)
 
 
-_TF32 = Handmade(
-    name="tf32",
-    threads=32,
-    body=_SETUP
-    + """  for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(left(group + i % 2 * 8, t + i / 2 * 4));
+def _mma_tf32(name: str, fill: str) -> Handmade:
+    multiply = """  constexpr auto tf32 = tl::DataType::kTensorFloat32, fp32 = tl::DataType::kFloat32;
+  tl::mma_sync<tf32, tf32, fp32, 16, 8, 8, false, true>(d, a, b);"""
+    return Handmade(name=name, body=_SETUP + fill + multiply + _FINISH, threads=32)
+
+
+_TF32 = """  for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(left(group + i % 2 * 8, t + i / 2 * 4));
   for (int i = 0; i < 2; ++i) b[i] = __float_as_uint(right(t + i * 4, group));
-  constexpr auto tf32 = tl::DataType::kTensorFloat32, fp32 = tl::DataType::kFloat32;
-  tl::mma_sync<tf32, tf32, fp32, 16, 8, 8, false, true>(d, a, b);"""
-    + _FINISH,
-)
-_CUT_OFF = Handmade(
-    name="cut_off",
-    threads=32,
-    body="""  const int group = threadIdx.x / 4, t = threadIdx.x % 4;
-  const float sign = group % 2 ? -1.0f : 1.0f;
-  float d[4] = {sign, sign, sign, sign};
-  unsigned a[4] = {t == 0 ? __float_as_uint(sign) : 0u, t == 0 ? __float_as_uint(sign) : 0u, 0u, 0u};
-  unsigned b[2] = {t == 0 ? __float_as_uint(0x1.8p-24f) : 0u, 0u};
-  constexpr auto tf32 = tl::DataType::kTensorFloat32, fp32 = tl::DataType::kFloat32;
-  tl::mma_sync<tf32, tf32, fp32, 16, 8, 8, false, true>(d, a, b);"""
-    + _FINISH,
-)
+"""
+_CUT_OFF = """  const float sign = group % 2 ? -1.0f : 1.0f;
+  for (int i = 0; i < 4; ++i) d[i] = sign;
+  for (int i = 0; i < 4; ++i) a[i] = t == 0 && i < 2 ? __float_as_uint(sign) : 0u;
+  for (int i = 0; i < 2; ++i) b[i] = t == 0 && i == 0 ? __float_as_uint(0x1.8p-24f) : 0u;
+"""
 SHUFFLES = {
     "shfl_sync": lambda lane: 5,
     "shfl_xor_sync": lambda lane: lane ^ 5,
@@ -70,12 +62,8 @@ def _shuffle(name: str) -> Handmade:
 
 @pytest.fixture(scope="module")
 def library():
-    products = [
-        _mma_16_bits("bf16", "bfloat16_t", "kBFloat16"),
-        _mma_16_bits("fp16", "half_t", "kFloat16"),
-        _TF32,
-        _CUT_OFF,
-    ]
+    sixteen_bits = [_mma_16_bits("bf16", "bfloat16_t", "kBFloat16"), _mma_16_bits("fp16", "half_t", "kFloat16")]
+    products = [*sixteen_bits, _mma_tf32("tf32", _TF32), _mma_tf32("cut_off", _CUT_OFF)]
     return HandmadeLibrary([*products, *map(_shuffle, SHUFFLES)])
 
 
